@@ -2,10 +2,12 @@
 loading (seconds, peak RSS), prefill of 512 tokens, decode at batch 1 and 8 after 32, 512 and 2,048 tokens, in float32
 and bfloat16.
 
-Each engine runs in a process of its own that stays up; the driver asks them in turn, so that both see the same machine.
-Results go to stdout as a table, and to --output as JSON with the machine and the versions.
+Each engine runs in a process of its own that stays up; the driver asks them in turn, so that all see the same machine.
+Results go to stdout as a table, and to --output as JSON with the machine and the versions. Tunix, which wants other
+versions of libraries, runs in an environment of its own if its interpreter is named.
 
     python benchmarks/generate_vs_transformers.py --rounds 5 --output benchmarks/results/generate_cpu.json
+    python benchmarks/generate_vs_transformers.py --tunix tunix-environment/bin/python
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often each engine is asked for each figure")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--tunix", help="the interpreter of an environment with google-tunix")
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
     parser.add_argument("--worker", nargs=3, metavar=("ENGINE", "CHECKPOINT", "DTYPE"), help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
@@ -57,7 +60,12 @@ def compare(arguments: argparse.Namespace) -> None:
             checkpoint = Path(folder) / dtype
             subprocess.run([sys.executable, __file__, "--make", str(checkpoint)], check=True, env=environment(dtype))
             weights = (checkpoint / "model.safetensors").stat().st_size
-            workers = {engine: Worker(engine, checkpoint, dtype) for engine in ("transformers", "ttpu")}
+            interpreters = {"transformers": sys.executable, "ttpu": sys.executable}
+            if arguments.tunix:
+                interpreters["tunix"] = arguments.tunix
+            workers = {
+                engine: Worker(interpreter, engine, checkpoint, dtype) for engine, interpreter in interpreters.items()
+            }
             for engine, worker in workers.items():
                 row = {"figure": "load", "dtype": dtype, "engine": engine, "weights_bytes": weights, **worker.loaded}
                 report["results"].append(row)
@@ -83,29 +91,35 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def row_of(figure: str, dtype: str, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and the ratio with its spread over rounds."""
-    ratios = [ours / theirs for ours, theirs in zip(rates["ttpu"], rates["transformers"], strict=True)]
-    row = {
+    """Medians, and the ratio to each other engine with its spread over rounds."""
+    medians = {engine: statistics.median(values) for engine, values in rates.items()}
+    ratios = {
+        engine: [ours / theirs for ours, theirs in zip(rates["ttpu"], values, strict=True)]
+        for engine, values in rates.items()
+        if engine != "ttpu"
+    }
+    told = "  ".join(f"{engine} {rate:7.1f}" for engine, rate in medians.items())
+    against = "  ".join(
+        f"{statistics.median(values):.2f} × {engine} ({min(values):.2f} to {max(values):.2f})"
+        for engine, values in ratios.items()
+    )
+    print(f"{dtype:9} {figure:15} tokens/s: {told}   {against}", flush=True)
+    spread = {engine: [min(values), max(values)] for engine, values in ratios.items()}
+    of_medians = {engine: statistics.median(values) for engine, values in ratios.items()}
+    return {
         "figure": figure,
         "dtype": dtype,
-        "tokens_per_second": {engine: statistics.median(values) for engine, values in rates.items()},
-        "ratio": statistics.median(ratios),
-        "ratio_spread": [min(ratios), max(ratios)],
+        "tokens_per_second": medians,
+        "ratio": of_medians,
+        "ratio_spread": spread,
     }
-    print(
-        f"{dtype:9} {figure:15} transformers {row['tokens_per_second']['transformers']:8.1f}  "
-        f"ttpu {row['tokens_per_second']['ttpu']:8.1f} tokens/s   ratio {row['ratio']:.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f})",
-        flush=True,
-    )
-    return row
 
 
 class Worker:
     """An engine in its own process, asked by lines of JSON."""
 
-    def __init__(self, engine: str, checkpoint: Path, dtype: str) -> None:
-        command = [sys.executable, __file__, "--worker", engine, str(checkpoint), dtype]
+    def __init__(self, interpreter: str, engine: str, checkpoint: Path, dtype: str) -> None:
+        command = [interpreter, __file__, "--worker", engine, str(checkpoint), dtype]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, text=True, env=environment(dtype), **pipes)  # type: ignore[call-overload]
         self.loaded = self._read()
@@ -130,7 +144,8 @@ class Worker:
 
 def work(engine: str, checkpoint: str, dtype: str) -> None:
     """The worker: load, then answer."""
-    run = (transformers_engine if engine == "transformers" else ttpu_engine)(checkpoint, dtype)
+    engines = {"transformers": transformers_engine, "ttpu": ttpu_engine, "tunix": tunix_engine}
+    run = engines[engine](checkpoint, dtype)
     for line in sys.stdin:
         kind, batch, prompt = (*line.split(), str(PREFILL_TOKENS))[:3]
         print(json.dumps({"tokens_per_second": run(kind, int(batch), int(prompt))}), flush=True)
@@ -180,6 +195,75 @@ def ttpu_engine(checkpoint: str, dtype: str) -> Any:
         timings = model.timings
         return timings.prefill_tokens_per_second if kind == "prefill" else timings.decode_tokens_per_second
 
+    return run
+
+
+def tunix_engine(checkpoint: str, dtype: str) -> Any:
+    """Tunix's llama and its sampler, which takes texts: a text of n letters stands for n tokens. Its time after the
+    first token is that of a whole call minus that of one with a single token."""
+    import jax.numpy as jnp
+    import numpy as np
+    from tunix.generate.sampler import CacheConfig, Sampler
+    from tunix.models.llama3 import model as llama
+    from tunix.models.llama3.params import create_model_from_safe_tensors
+
+    class Letters:
+        """A tokenizer."""
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return np.random.default_rng(len(text)).integers(3, 31_999, len(text)).tolist()
+
+        def decode(self, ids: Any, **_: Any) -> str:
+            return " ".join(map(str, ids))
+
+        def bos_id(self) -> int:
+            return 1
+
+        def eos_id(self) -> int:
+            return 2
+
+        def pad_id(self) -> int:
+            return 0
+
+    base, began = rss(), time.perf_counter()
+    config = llama.ModelConfig(
+        num_layers=SHAPE["num_hidden_layers"],
+        vocab_size=SHAPE["vocab_size"],
+        embed_dim=SHAPE["hidden_size"],
+        hidden_dim=SHAPE["intermediate_size"],
+        num_heads=SHAPE["num_attention_heads"],
+        head_dim=SHAPE["hidden_size"] // SHAPE["num_attention_heads"],
+        num_kv_heads=SHAPE["num_key_value_heads"],
+        rope_theta=10_000,
+        norm_eps=1e-6,
+    )
+    model = create_model_from_safe_tensors(checkpoint, config, dtype=getattr(jnp, dtype))
+    print(json.dumps({"seconds": time.perf_counter() - began, "base_rss": base, "peak_rss": peak_rss()}), flush=True)
+    samplers: dict[int, Sampler] = {}
+
+    def seconds(batch: int, prompt: int, new_tokens: int) -> float:
+        length = prompt + DECODE_TOKENS + 8
+        if prompt not in samplers:
+            size = CacheConfig(length, config.num_layers, config.num_kv_heads, config.head_dim)
+            samplers[prompt] = Sampler(model, Letters(), size)
+        began = time.perf_counter()
+        samplers[prompt](
+            ["x" * (prompt - 1)] * batch,  # and the first token, which it adds
+            max_generation_steps=new_tokens,
+            max_prompt_length=prompt,
+            eos_tokens=[SHAPE["vocab_size"] - 1],
+        )
+        return time.perf_counter() - began
+
+    def run(kind: str, batch: int, prompt: int) -> float:
+        first = min(seconds(batch, prompt, 1) for _ in range(2))  # the first call of a shape compiles
+        if kind == "prefill":
+            return batch * prompt / first
+        seconds(batch, prompt, DECODE_TOKENS + 1) if (batch, prompt) not in compiled else None
+        compiled.add((batch, prompt))
+        return batch * DECODE_TOKENS / (seconds(batch, prompt, DECODE_TOKENS + 1) - first)
+
+    compiled: set[tuple[int, int]] = set()
     return run
 
 

@@ -69,6 +69,20 @@ def test_a_fusion_reads_only_the_rows_that_it_slices_or_gathers() -> None:
     )
     call = f"ROOT %a = {ROW} fusion(%p, %i), kind=kLoop, calls=%f"
     assert program(P, "%i = s32[]{:T(128)S(2)} parameter(1)", call, others=inner) == 2 * ROW_BYTES
+    nested = inner.replace("%f ", "%g ") + fused(
+        f"%x = {ARRAY} parameter(0)",
+        "%i = s32[]{:T(128)} parameter(1)",
+        f"ROOT %a = {ROW} fusion(%x, %i), kind=kLoop, calls=%g",
+    )
+    assert program(P, "%i = s32[]{:T(128)S(2)} parameter(1)", call, others=nested) == 2 * ROW_BYTES
+    passed = fused(f"%x = {ARRAY} parameter(0)", f"ROOT %b = {ARRAY} bitcast(%x)").replace("%f ", "%g ") + fused(
+        f"%x = {ARRAY} parameter(0)",
+        f"%a = {ARRAY} fusion(%x), kind=kLoop, calls=%g",
+        f"ROOT %n = {ON_CHIP} negate(%a)",
+    )
+    assert program(P, f"ROOT %a = {ON_CHIP} fusion(%p), kind=kLoop, calls=%f", others=passed) == MIB
+    alone = f"ROOT %s = {ROW} dynamic-slice(%p, %i)"
+    assert program(P, "%i = s32[]{:T(128)S(2)} parameter(1)", alone) == 2 * ROW_BYTES
     whole = inner.replace("negate(%s)", "add(%s, %x)")
     assert program(P, "%i = s32[]{:T(128)S(2)} parameter(1)", call, others=whole) == MIB + ROW_BYTES
 
@@ -85,6 +99,8 @@ def test_an_update_in_place_moves_its_own_bytes_alone_or_fused() -> None:
     )
     call = f"ROOT %a = {ARRAY} fusion(%p, %r, %i), kind=kLoop, calls=%f"
     assert program(P, row, index, call, others=inner) == 2 * ROW_BYTES, "the row is read and written"
+    scattered = inner.replace("dynamic-update-slice(%x, %y, %j)", "scatter(%x, %j, %y)")
+    assert program(P, row, index, call, others=scattered) == 2 * ROW_BYTES
 
 
 def test_loops_count_their_turns_and_conditionals_their_larger_branch() -> None:

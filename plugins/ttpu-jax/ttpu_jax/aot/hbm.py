@@ -17,6 +17,8 @@ _NOTHING = frozenset(
 )
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _READS_PARTS = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that write a part of their first operand in place, and which operand has it."""
 _ALIASES = ("bitcast", "reshape")
 _NO_WORK = re.compile(r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective)')
 
@@ -51,10 +53,10 @@ class _Count:
             return _copied(instruction)
         if op == "fusion":
             return self._of_fusion(instruction, made)
-        if op == "dynamic-update-slice":
+        if op in _UPDATES:
             return _update_bytes(instruction, made)
-        if op == "gather":
-            return 2 * sum(instruction.arrays)
+        if op in _READS_PARTS:
+            return sum(instruction.arrays) + in_hbm(instruction.shape)
         if op == "custom-call":
             return self._of_custom_call(instruction, made)
         return self._operands(instruction, made) + in_hbm(instruction.shape)
@@ -74,17 +76,46 @@ class _Count:
             return 0  # its bytes are those of the collective's own instructions
         body = self.module.body(self.module.callee(fusion))
         inner = {one.name: one for one in body}
-        parameters = {one.operands.strip(): one for one in body if one.op == "parameter"}
         read = 0
         for place, name in enumerate(fusion.operand_names):
             whole = in_hbm(made[name].shape) if name in made else 0
-            parameter = parameters.get(str(place))
-            read += whole if parameter is None else min(whole, _read_of(parameter, body, whole))
+            read += min(whole, self._read(fusion, place, whole)) if whole else 0
         written = in_hbm(fusion.shape)
         for one in _results(body, inner):
-            if one.op == "dynamic-update-slice" and in_hbm(fusion.shape) >= sum(one.arrays):
+            if one.op in _UPDATES and in_hbm(fusion.shape) >= sum(one.arrays):
                 written -= sum(one.arrays) - _update_bytes(one, inner)
         return read + max(written, 0)
+
+
+    def _read(self, fusion: Instruction, place: int, whole: int) -> int:
+        """Bytes that a fusion reads of an operand of `whole` bytes: parts where it only slices or gathers, and none
+        where it only updates a part in place."""
+        read, returned = self._reads(fusion, place, whole)
+        return whole if returned else read
+
+    def _reads(self, fusion: Instruction, place: int, whole: int) -> tuple[int, bool]:
+        """As `_read`, of a fusion in a fusion, and whether it returns the operand as it is, for others to read."""
+        body = self.module.body(self.module.callee(fusion))
+        names = {one.name for one in body if one.op == "parameter" and one.operands.strip() == str(place)}
+        if not names:
+            return whole, False
+        read = 0
+        for one in body:
+            places = [number for number, name in enumerate(one.operand_names) if name in names]
+            if not places:
+                continue
+            if one.op in _ALIASES:
+                names.add(one.name)
+            elif one.op in _READS_PARTS and places == [0]:
+                read += sum(one.arrays)
+            elif one.op == "fusion":
+                inner = [self._reads(one, number, whole) for number in places]
+                read += sum(count for count, _ in inner)
+                if any(returned for _, returned in inner):
+                    names.add(one.name)
+            elif not (one.op in _UPDATES and places == [0]):
+                return whole, False
+        return read, body[-1].name in names
 
 
 def in_hbm(shape: str) -> int:
@@ -104,23 +135,6 @@ def _copied(start: Instruction) -> int:
     return start.arrays[0] * sum(not _ELSEWHERE.search(layout) for _, layout in ends)
 
 
-def _read_of(parameter: Instruction, body: tuple[Instruction, ...], whole: int) -> int:
-    """Bytes that a fusion reads of an operand of `whole` bytes: parts where it only slices or gathers, and none where
-    it only updates a part in place."""
-    names, read = {parameter.name}, 0
-    for one in body:
-        if not names.intersection(one.operand_names):
-            continue
-        first = one.operand_names[0] in names
-        if one.op in _ALIASES:
-            names.add(one.name)
-        elif one.op in _READS_PARTS and first:
-            read += sum(one.arrays)
-        elif not (one.op == "dynamic-update-slice" and first):
-            return whole
-    return read
-
-
 def _results(body: tuple[Instruction, ...], inner: Mapping[str, Instruction]) -> list[Instruction]:
     """The instructions whose results a computation returns."""
     if not body:
@@ -137,6 +151,6 @@ def _source(instruction: Instruction, inner: Mapping[str, Instruction]) -> Instr
 
 
 def _update_bytes(update: Instruction, made: Mapping[str, Instruction]) -> int:
-    """Bytes that a `dynamic-update-slice` writes."""
-    names = update.operand_names
-    return sum(made[names[1]].arrays) if len(names) > 1 and names[1] in made else 0
+    """Bytes that an update in place writes."""
+    names, place = update.operand_names, _UPDATES[update.op]
+    return sum(made[names[place]].arrays) if len(names) > place and names[place] in made else 0
