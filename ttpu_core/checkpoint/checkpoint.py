@@ -17,6 +17,7 @@ from ttpu_core.config import ModelConfig, parse_json_object
 from ttpu_core.errors import CheckpointError, MissingDependencyError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
@@ -82,6 +83,19 @@ class Checkpoint:
     def files(self) -> tuple[str, ...]:
         """Names of the directory's files, sorted. Symlinks of a Hub cache count, subdirectories do not."""
         return _file_names(self.path)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there are files of a tokenizer."""
+        return any(name in self.files for name in TOKENIZER_FILES)
+
+    def unreadable_tokenizer(self, error: Exception) -> CheckpointError:
+        """Return the refusal of tokenizer files that transformers cannot read, for which it raises many kinds."""
+        reason = " ".join(str(error).split())[:200]
+        return CheckpointError(
+            f"the tokenizer of {self.source} cannot be read ({type(error).__name__}: {reason}): copy its tokenizer "
+            "files again."
+        )
 
     @property
     def generation_config(self) -> dict[str, Any]:

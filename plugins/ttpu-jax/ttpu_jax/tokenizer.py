@@ -14,9 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ttpu_core.checkpoint import Checkpoint
-from ttpu_core.errors import CheckpointError
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 CLASS_KEYS = ("model_type", "model_name", "tokenizer_class")
 """Of config.json, which transformers chooses a tokenizer's class by."""
 
@@ -27,18 +25,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     Raises:
         CheckpointError: files that transformers cannot read.
     """
-    if not any((checkpoint.path / name).is_file() for name in FILES):
+    if not checkpoint.has_tokenizer:
         return None
     with _torch_on_demand():
         auto = _transformers().AutoTokenizer
     try:
         return auto.from_pretrained(str(checkpoint.path), **_without_config_class(checkpoint))
     except Exception as error:  # transformers raises many kinds for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {reason}): copy its "
-            "tokenizer files again."
-        ) from error
+        raise checkpoint.unreadable_tokenizer(error) from error
 
 
 def _without_config_class(checkpoint: Checkpoint) -> Mapping[str, Any]:

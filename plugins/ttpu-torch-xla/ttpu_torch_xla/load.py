@@ -125,16 +125,12 @@ def tokenizer_of(checkpoint: Checkpoint) -> Any:
     Raises:
         CheckpointError: files that transformers cannot read.
     """
-    if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"} & set(checkpoint.files):
+    if not checkpoint.has_tokenizer:
         return None
     try:
         return _transformers().AutoTokenizer.from_pretrained(str(checkpoint.path))
     except Exception as error:  # transformers raises many kinds for damaged files
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"the tokenizer of {checkpoint.source} cannot be read ({type(error).__name__}: {reason}): copy its "
-            "tokenizer files again."
-        ) from error
+        raise checkpoint.unreadable_tokenizer(error) from error
 
 
 def _transformers() -> Any:

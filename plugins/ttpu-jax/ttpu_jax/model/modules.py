@@ -42,8 +42,7 @@ class Runtime:
     and its options, the model's different ropes, the number of rows from which products are widened (see
     `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, the dtype of activations where no
     dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
-    that devices share norms, rounding and additions, and gather rounded activations; and whether ropes are products on
-    TPUs. Static."""
+    that devices share norms, rounding and additions, and gather rounded activations. Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -53,12 +52,11 @@ class Runtime:
     use_pallas: UsePallas = "auto"
     dtype: np.dtype[Any] = FLOAT32
     cuts_stream: bool = False
-    rope_product: bool = True
 
     @property
     def rotates_by_product(self) -> bool:
         """Whether ropes are applied as products: on TPUs."""
-        return self.rope_product and self.placement.platform == "tpu"
+        return self.placement.platform == "tpu"
 
 
 class SharedParam(nnx.Param):
