@@ -134,6 +134,7 @@ def serve(
     refusal_rate: Annotated[
         float,
         typer.Option(
+            min=0,
             metavar="N",
             help="Refusals of one address in a second; above it, answers to them are delayed. 0 is unlimited.",
             rich_help_panel=LIMITS,

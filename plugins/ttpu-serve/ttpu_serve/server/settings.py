@@ -97,7 +97,7 @@ class ServerSettings:
                 raise RequestError(f"{name} is {value}, but more than 0 seconds are needed: raise it, or leave it out.")
         if self.refusal_rate is not None and not self.refusal_rate > 0:
             raise RequestError(
-                f"refusal_rate is {self.refusal_rate}, but more than 0 in a second are needed: raise it, or take None."
+                f"refusal_rate is {self.refusal_rate}, but more than 0 are needed: raise it; None is unlimited."
             )
         if self.metrics_prefix not in PREFIXES:
             raise RequestError(
