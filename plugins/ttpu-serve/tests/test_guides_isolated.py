@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -135,22 +136,26 @@ def test_a_grammar_that_ends_its_process_is_refused(factory: GuideFactory, name:
     assert before.accept(ord('"')) and factory.compile(OBJECT).accept(ord("{"))
 
 
+def large(number: int) -> GuidedDecoding:
+    """A grammar that takes some 14 MiB."""
+    draw = random.Random(number)
+    return GuidedDecoding(choice=tuple("a" + "".join(draw.choices("abcdefghij", k=59)) for _ in range(3900)))
+
+
 def test_large_automata_are_given_back(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of some regular expressions may be followed, and together they take more than there may be."""
-    monkeypatch.setattr(isolated, "MASKS", replace(MASKS, memory=150 * MIB))
-    monkeypatch.setattr(processes, "TRIED_SECONDS", 3.0)
-    monkeypatch.setattr(processes, "MASK_SECONDS", 5.0)
+    """Each of some choices may be followed, and together they take more than there may be."""
+    monkeypatch.setattr(isolated, "MASKS", replace(MASKS, memory=110 * MIB))
     factory = GuideFactory(tokenizer, 256, 288, [2], "isolated")
     first = factory.compile(GuidedDecoding(regex="(ab)*c"))
     assert first.accept(ord("a"))
     process = masks_process(factory)
     for extra in range(1, 8):
-        assert factory.compile(GuidedDecoding(regex="a?" * (3000 + extra))).accept(ord("a"))
+        assert factory.compile(large(extra)).accept(ord("a"))
     # The other process may not stand by yet on a busy machine: it takes over at a later step.
     until(lambda: mask(first).any() and masks_process(factory) is not process, 60)
     assert first.accept(ord("b")), first.error
     until(lambda: not process.alive)
-    assert masks_process(factory).held < 300 * MIB
+    assert masks_process(factory).held < 220 * MIB
     factory.close()
 
 
@@ -350,6 +355,14 @@ def test_a_grammar_whose_masks_take_long_is_refused(factory: GuideFactory, monke
         factory.compile(GuidedDecoding(regex="[0-9]{7}"))
 
 
+def test_a_grammar_that_cannot_go_on_after_its_first_tokens_is_refused(factory: GuideFactory) -> None:
+    """Rather than each of its outputs, after every other one waited for its masks."""
+    many = GuidedDecoding(json={"type": "object", "properties": {f"p{number}": {} for number in range(1500)}})
+    with pytest.raises(RequestError, match="cannot follow this JSON schema .*Current row has .* items; max is"):
+        factory.compile(many)
+    assert factory.compile(OBJECT).accept(ord("{"))
+
+
 def test_a_grammar_may_be_given_less_time_first(factory: GuideFactory) -> None:
     slow = GuidedDecoding(regex="a?" * 4000)
     with pytest.raises(SlowGrammarError):
@@ -362,7 +375,7 @@ def test_the_bounds_are_those_of_the_documentation() -> None:
     assert (
         f"{TRIAL.seconds:g} seconds of the processor and {processes.GRAMMAR_BYTES // MIB} MiB for each grammar" in text
     )
-    assert f"masks take at most {processes.TRIED_SECONDS:g} s each" in text
+    assert f"tokens take at most {processes.TRIED_SECONDS:g} s each" in text
     assert f"longer than {processes.MASK_SECONDS:g} s ends its request" in text
     assert f"holds more than {MASKS.memory // MIB} MiB" in text
     assert f"{MOST_DEFINITIONS:,} definitions, {MOST_RULES:,} rules and terminals, chains of {MOST_CHAIN}" in text
@@ -373,14 +386,14 @@ def test_memory_is_given_back_when_no_output_has_a_guide(tokenizer: Any, monkeyp
     monkeypatch.setattr(isolated, "IDLE_SECONDS", 0.05)
     monkeypatch.setattr(isolated, "IDLE_MEMORY", 0)
     factory = GuideFactory(tokenizer, 256, 288, [2], "isolated")
-    guide = factory.compile(GuidedDecoding(regex="a?" * 2000))
+    guide = factory.compile(large(0))
     assert guide.accept(ord("a"))
     process = masks_process(factory)
     time.sleep(0.3)
     assert masks_process(factory) is process, "an output has a guide"
     del guide
     until(lambda: process._process.poll() is not None)
-    assert factory.compile(GuidedDecoding(regex="a?" * 2000)).accept(ord("a")), "and comes again when it is needed"
+    assert factory.compile(large(0)).accept(ord("a")), "and comes again when it is needed"
     factory.close()
 
 

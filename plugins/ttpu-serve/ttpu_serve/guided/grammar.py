@@ -19,6 +19,7 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # own x-guidance wins.
 _BLANKS = {"whitespace_pattern": " "}
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # as llama.cpp and xgrammar write grammars
+_UNUSUAL = re.compile(r"[^0-9A-Za-z ]")  # letters that may mean something in a regular expression
 _ATTRIBUTE = re.compile(r"^\s*[\w-]+\s*\[[^\]\n]*\b(temperature|stop)\s*=", re.MULTILINE)
 
 
@@ -139,7 +140,7 @@ def _lark_of_regex(guided: GuidedDecoding, regex: str) -> str:
 
 
 def _literal(text: str) -> str:
-    return "".join(rf"\x{{{ord(letter):x}}}" for letter in text)
+    return _UNUSUAL.sub(lambda found: rf"\x{{{ord(found[0]):x}}}", text)
 
 
 def _grammar(text: str) -> str:

@@ -54,7 +54,7 @@ GRAMMAR_BYTES = 256 * MIB
 MASK_SECONDS = 0.5
 """Of the processor, that one mask may take, for which all outputs wait. Most take less than a millisecond."""
 TRIED_SECONDS = 0.05
-"""That each of the first masks of a grammar may take when it is tried out."""
+"""That each of the first tokens of an output may take when a grammar is tried out."""
 START_SECONDS = 60.0
 """That a process may take to start and to read the vocabulary."""
 PATIENCE = 5

@@ -60,11 +60,15 @@ class Work:
 
     def try_out(self, key: bytes, guided: Any, most_seconds: float) -> tuple[str, int]:
         """Compile a grammar, follow it for a few tokens, and forget it; return why it is refused, or nothing, and the
-        bytes that this process holds. One with a mask that takes longer than `most_seconds` is refused."""
+        bytes that this process holds. One that cannot go on, or of which a token takes longer than `most_seconds`, is
+        refused."""
         reason, held = self.compile(key, guided)
         start = self._starts.pop(key, None)
-        if not reason and start is not None and slowest_mask(start) > most_seconds:
-            reason = str(refusal(guided, f"finding the next tokens takes longer than {most_seconds:g} seconds"))
+        if not reason and start is not None:
+            slowest, error = followed(start)
+            if slowest > most_seconds:
+                error = error or f"finding the next tokens takes longer than {most_seconds:g} seconds"
+            reason = str(refusal(guided, error)) if error else ""
         return reason, held
 
     # -- masks --
@@ -97,22 +101,25 @@ class Work:
         return value, error, matcher.is_stopped(), matcher.is_accepting()
 
 
-def slowest_mask(start: Any) -> float:
-    """Seconds of the processor that the slowest of the first masks of an output takes, of which every token is drawn
-    from its mask."""
+def followed(start: Any) -> tuple[float, str]:
+    """Follow a grammar for a few tokens, each drawn from its mask. Return the seconds of the processor that the slowest
+    of them took, and why the grammar cannot go on after them, or nothing."""
     draw, matcher, slowest = random.Random(0), start.deep_copy(), 0.0
     for _ in range(TRIED_TOKENS):
         began = time.thread_time()
         mask = matcher.compute_bitmask()
-        slowest = max(slowest, time.thread_time() - began)
+        taken = time.thread_time() - began
         words = [(place, word) for place, word in enumerate(memoryview(mask).cast("I")) if word]
         if matcher.is_error() or matcher.is_stopped() or not words:
             break
         place, word = draw.choice(words)
-        allowed = [place * 32 + bit for bit in range(32) if word >> bit & 1]
-        if matcher.try_consume_tokens([draw.choice(allowed)]) != 1:
+        token = draw.choice([place * 32 + bit for bit in range(32) if word >> bit & 1])
+        began = time.thread_time()
+        consumed = matcher.try_consume_tokens([token])
+        slowest = max(slowest, taken + time.thread_time() - began)
+        if consumed != 1:  # an end of sequence, unless there is an error
             break
-    return slowest
+    return slowest, matcher.get_error() if matcher.is_error() else ""
 
 
 def held_bytes() -> int:
