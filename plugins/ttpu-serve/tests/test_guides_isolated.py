@@ -358,7 +358,7 @@ def test_a_grammar_whose_masks_take_long_is_refused(factory: GuideFactory, monke
 def test_a_grammar_that_cannot_go_on_after_its_first_tokens_is_refused(factory: GuideFactory) -> None:
     """Rather than each of its outputs, after every other one waited for its masks."""
     many = GuidedDecoding(json={"type": "object", "properties": {f"p{number}": {} for number in range(1500)}})
-    with pytest.raises(RequestError, match="cannot follow this JSON schema .*Current row has .* items; max is"):
+    with pytest.raises(RequestError, match=r"cannot follow this JSON schema .*Current row has .* items; max is"):
         factory.compile(many)
     assert factory.compile(OBJECT).accept(ord("{"))
 
