@@ -62,6 +62,22 @@ def kept_elements(mixer: AttentionSpec | MixerSpec) -> int:
     return sum(prod(d for d, axis in zip(s.shape, s.axes, strict=True) if axis != axes.SEQUENCE) for s in growing)
 
 
+REWOUND = 16
+"""Newest tokens that can be taken back from a contiguous cache, where nothing else is said."""
+WIDE_WINDOW = 512
+"""Tokens of a window from which on its slots come in whole lanes of a TPU's registers (128)."""
+
+
+def kept_slots(mixer: AttentionSpec, slots: int, rewound: int = REWOUND) -> int:
+    """Slots of each row that a layer has in a contiguous cache of `slots` tokens: all of them, or, where each query
+    sees a window or chunk, those of the newest tokens that a query can see after `rewound` tokens were taken back."""
+    reach = min((size for size in (mixer.window, mixer.chunk) if size is not None), default=None)
+    if reach is None or not mixer.causal:
+        return slots
+    whole = 128 if reach >= WIDE_WINDOW else 16
+    return min(slots, -(-(reach + rewound) // whole) * whole)
+
+
 def attended_tokens(mixer: AttentionSpec, context: int) -> int:
     """Tokens that the last token of a context of `context` tokens attends to. A window or chunk limits it."""
     return min(context, mixer.window or mixer.chunk or context)

@@ -50,11 +50,11 @@ def pack(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 # Which implementation
 
 
-def test_auto_is_splash_on_a_tpu_for_prefill_and_the_reference_for_decode() -> None:
+def test_auto_is_splash_on_a_tpu_for_prefill_and_a_kernel_for_decode() -> None:
     choice = choose("auto", layers(FULL, SLIDING, FULL, CHUNKED), "tpu")
     assert choice.name == "splash_attention"
     found = [(kind.kind, kind.prefill, kind.decode) for kind in choice.kinds]
-    assert found == [(kind, "splash_attention", "eager") for kind in ("full", "sliding", "chunked")]
+    assert found == [(kind, "splash_attention", "decode_attention") for kind in ("full", "sliding", "chunked")]
     assert all("default on a TPU" in kind.reason and "not to a cache" in kind.reason for kind in choice.kinds)
 
 
@@ -67,7 +67,7 @@ def test_auto_is_the_reference_elsewhere(platform: str) -> None:
 def test_layers_that_a_kernel_does_not_serve_take_the_reference_and_the_plan_says_why() -> None:
     choice = choose("auto", layers(FULL, ALIBI), "tpu")
     assert [kind.prefill for kind in choice.kinds] == ["splash_attention", "eager"]
-    assert "ALiBi" in choice.kinds[1].reason
+    assert "ALiBi" in choice.kinds[1].reason and choice.kinds[1].decode == "eager"
     assert choose("auto", layers(ALIBI), "tpu").name == "eager"
     flash = choose("xla_flash_attention", layers(FULL, SLIDING, CHUNKED), "tpu")
     assert [kind.prefill for kind in flash.kinds] == ["xla_flash_attention", "eager", "xla_flash_attention"]
@@ -78,7 +78,8 @@ def test_a_packs_choice_comes_before_the_platforms_and_after_the_callers(pack: M
     choice = choose("auto", layers(FULL), "tpu", PACK)
     assert choice.name == choice.kinds[0].prefill == choice.kinds[0].decode == "a_pack:attend"
     assert choice.reason == "chosen by a-pack"
-    assert choose("eager", layers(FULL), "tpu", PACK).name == "eager"
+    plain = choose("eager", layers(FULL), "tpu", PACK)
+    assert plain.name == plain.kinds[0].prefill == plain.kinds[0].decode == "eager"
 
 
 def test_a_function_may_say_what_it_does_not_serve(pack: ModuleType) -> None:
@@ -273,7 +274,7 @@ def test_the_plan_says_what_serves_each_kind_of_layer_here_and_on_a_tpu(checkpoi
     kernels = JaxBackend().kernels(default_registry().architecture(open_checkpoint(checkpoint).config))
     words = kernels["attention (full)"]
     assert words.startswith("eager: the reference implementation")
-    assert "On a TPU: splash_attention for prefill and training, eager for decode: the default on a TPU" in words
+    assert "On a TPU: splash_attention for prefill and training, decode_attention for decode: the default on a TPU" in words
 
 
 def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_ring_attention(checkpoint: Path) -> None:

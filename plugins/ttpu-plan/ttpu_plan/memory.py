@@ -15,7 +15,7 @@ from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
-from ttpu_core.spec.arithmetic import BITS, cached_bits
+from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.optimizer_state import state_bytes
@@ -317,8 +317,9 @@ def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload)
     """Return the shape on one device and the bits per element, scales included, of each array in a layer's cache."""
     batch, slots, mixer = workload.batch, workload.context, layer.mixer
     if isinstance(mixer, AttentionSpec) and mixer.kv_from_layer is None:
+        kept = kept_slots(mixer, slots) if workload.step is None else slots  # pages are counted by what is attended to
         for dim in (mixer.head_dim, mixer.value_dim):
-            shape = (batch, mixer.num_kv_heads, slots, dim)
+            shape = (batch, mixer.num_kv_heads, kept, dim)
             yield model.local_shape(CACHE_AXES, shape), cached_bits(workload.cache_dtype, dim)
     for state in (state for mixer in layer.mixers for state in mixer.state):
         sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))
@@ -333,7 +334,8 @@ def _layer_cache(model: ModelShards, layer: LayerSpec, workload: Workload) -> in
 def _scores(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
     if not isinstance(layer.mixer, AttentionSpec):
         return 0
-    shape = (workload.batch, layer.mixer.num_kv_heads, workload.context, layer.mixer.q_per_kv)
+    slots = kept_slots(layer.mixer, workload.context)
+    shape = (workload.batch, layer.mixer.num_kv_heads, slots, layer.mixer.q_per_kv)
     return 2 * tiled_bytes(model.local_shape(CACHE_AXES, shape), 32)
 
 

@@ -26,19 +26,23 @@ _NO_WORK = re.compile(r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatt
 def hbm_bytes(module: Module) -> int:
     """The bytes of one execution on one device. Loops without a trip count count once, and of a conditional's branches
     the one that moves most."""
-    return _Count(module).of(module.entry)
+    return Traffic(module).of(module.entry)
 
 
 @dataclass(frozen=True, slots=True)
-class _Count:
+class Traffic:
+    """Counts the bytes of a program's computations and instructions."""
+
     module: Module
 
     def of(self, computation: str) -> int:
+        """The bytes of one execution of a computation."""
         body = self.module.body(computation)
         made = {one.name: one for one in body}
-        return sum(self._moved(one, made) for one in body)
+        return sum(self.moved(one, made) for one in body)
 
-    def _moved(self, instruction: Instruction, made: Mapping[str, Instruction]) -> int:
+    def moved(self, instruction: Instruction, made: Mapping[str, Instruction]) -> int:
+        """The bytes of one execution of an instruction, in a computation whose instructions are `made`, by name."""
         op = instruction.op
         if op in _NOTHING or op.endswith("-done"):
             return 0

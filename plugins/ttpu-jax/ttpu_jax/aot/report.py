@@ -115,6 +115,7 @@ class ProgramReport:
 
     collectives: tuple[CollectiveTotal, ...]
     predicted_seconds: float  # without kernels
+    total_seconds: float  # see `ttpu_jax.aot.schedule.ScheduleEstimate`, as the next one
     seconds_with_kernels: float  # see `ttpu_jax.aot.schedule.ScheduleEstimate`
     hbm_seconds: float  # what its traffic with HBM takes, see `ttpu_jax.aot.schedule.ScheduleEstimate`
     roofline_seconds: float  # lower bound of any program, see `_roofline_seconds`
@@ -139,8 +140,8 @@ class ProgramReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows, generated (decode) or read (prefill), divided by the predicted time."""
-        return self.batch * self.tokens / self.predicted_seconds
+        """Tokens of all rows, generated (decode) or read (prefill), divided by `total_seconds`."""
+        return self.batch * self.tokens / self.total_seconds
 
 
 def compile_report(
@@ -253,6 +254,7 @@ def reported(
         aliased_bytes=program.alias_bytes,
         collectives=_collective_totals(program),
         predicted_seconds=program.estimate.seconds,
+        total_seconds=program.estimate.total_seconds,
         seconds_with_kernels=program.estimate.seconds_with_kernels,
         hbm_seconds=program.estimate.hbm_seconds,
         breakdown=program.estimate.breakdown,

@@ -15,13 +15,16 @@ from dataclasses import dataclass, field, replace
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds
 from ttpu_jax.ops.parts import OTHER
 
-from .hbm import hbm_bytes
+from .hbm import Traffic, hbm_bytes
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
 from .kernels import known_cost
 from .topology import Chip, chip_named
 
 __all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "PartCost", "ScheduleEstimate", "Unmodelled", "estimate"]
 
+KERNEL_BANDWIDTH, KERNEL_FLOPS = 0.86, 0.73
+"""The shares of a chip's HBM bandwidth and of its FLOPs that Pallas kernels are taken to reach: those published for
+ragged paged attention in decode and in prefill on TPU7x (arXiv 2604.15464)."""
 _TOP = 12
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
@@ -90,11 +93,14 @@ class ScheduleEstimate:
     `seconds` counts kernels as no time. `seconds_with_kernels` counts them with the least time that the cost they state
     allows, during which copies and collectives in the background go on. `hbm_seconds` is what all bytes between HBM and
     the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
-    core's own reads have the whole bandwidth at once."""
+    core's own reads have the whole bandwidth at once. `total_seconds` counts kernels with the shares of the chip's rates
+    that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and lets copies in the background and the core's own reads have
+    half of the bandwidth each while both go on."""
 
     seconds: float
     seconds_with_kernels: float
     hbm_seconds: float
+    total_seconds: float
     breakdown: Breakdown
     parts: tuple[PartCost, ...]  # costliest first
     top: tuple[InstructionCost, ...]  # the costliest instructions, costliest first
@@ -123,6 +129,9 @@ def estimate(hlo_text: str, chip: str, kernels: Mapping[str, float] | None = Non
     return ScheduleEstimate(
         seconds=seconds,
         seconds_with_kernels=replace(walk, kernels=kernels or {}).run(walk.module.entry, 1, _Ledger()),
+        total_seconds=replace(walk, kernels=kernels or {}, traffic=Traffic(walk.module)).run(
+            walk.module.entry, 1, _Ledger()
+        ),
         hbm_seconds=hbm_bytes(walk.module) / walk.chip.hbm_bytes_per_second,
         breakdown=ledger.breakdown(),
         parts=ledger.parts(),
@@ -175,16 +184,33 @@ class _Clocks:
     """Seconds since a computation began: the core's clock, and the times at which queued copies and collectives
     finish."""
 
+    made: Mapping[str, Instruction]
     core: float = 0.0
     copies: float = 0.0
     links: float = 0.0
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
     # Collectives that have no "done" and have not been used, by the names under which their results go.
     named: dict[str, Instruction] = field(default_factory=dict)
+    copying: list[str] = field(default_factory=list)  # names of copies that may be under way
 
     def queue_copy(self, name: str, seconds: float) -> None:
         self.copies = max(self.copies, self.core) + seconds
         self.ready[name] = self.copies
+        self.copying.append(name)
+
+    def work(self, seconds: float, in_hbm: float = 0.0) -> None:
+        """Advance the core by work that takes `seconds` alone, and HBM's whole bandwidth for `in_hbm` of them. Copies
+        under way meanwhile get half of the bandwidth, and the work the other half."""
+        begun = self.core
+        under_way = max(0.0, self.copies - begun)
+        both = min(under_way, in_hbm)
+        self.core += max(seconds, in_hbm + both)
+        if not both:
+            return
+        self.copying = [name for name in self.copying if self.ready[name] > begun]
+        for name in self.copying:
+            self.ready[name] += min(in_hbm, self.ready[name] - begun)
+        self.copies += both
 
     def queue_collective(self, name: str, seconds: float) -> None:
         self.links = max(self.links, self.core) + seconds
@@ -204,11 +230,13 @@ class _Walk:
     module: Module
     chip: Chip
     kernels: Mapping[str, float] | None = None  # None: they take no time
+    traffic: Traffic | None = None  # None: HBM's bandwidth is not shared, and kernels take their least time
 
     def run(self, computation: str, count: int, ledger: _Ledger) -> float:
         """Seconds of one execution. The seconds of all `count` executions are entered into the ledger."""
-        clocks = _Clocks()
-        for instruction in self.module.body(computation):
+        body = self.module.body(computation)
+        clocks = _Clocks(made={one.name: one for one in body})
+        for instruction in body:
             self._step(instruction, clocks, count, ledger)
         return max(clocks.core, clocks.copies)
 
@@ -238,9 +266,23 @@ class _Walk:
             roofline = self._roofline(instruction)
             ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline, instruction.part))
             if self.kernels is not None:
-                clocks.core += self.kernels.get(instruction.name.partition(".")[0], roofline or 0.0)
+                self._kernel(instruction, clocks, roofline)
 
-    def _roofline(self, kernel: Instruction) -> float | None:
+    def _kernel(self, kernel: Instruction, clocks: _Clocks, roofline: float | None) -> None:
+        known = self.kernels.get(kernel.name.partition(".")[0]) if self.kernels else None
+        if self.traffic is None or known is not None or roofline is None:
+            clocks.work(known or roofline or 0.0)
+        else:
+            clocks.work(self._roofline(kernel, KERNEL_FLOPS, KERNEL_BANDWIDTH) or 0.0, self._in_hbm(kernel, clocks))
+
+    def _in_hbm(self, instruction: Instruction, clocks: _Clocks) -> float:
+        """Seconds of HBM's whole bandwidth that an instruction's own reads and writes take."""
+        if self.traffic is None:
+            return 0.0
+        return self.traffic.moved(instruction, clocks.made) / self.chip.hbm_bytes_per_second
+
+    def _roofline(self, kernel: Instruction, of_flops: float = 1.0, of_bandwidth: float = 1.0) -> float | None:
+        """The least time of a kernel at a share of the chip's rates; None where its cost is not known."""
         chip, stated = self.chip, kernel.stated_cost
         cost = stated or known_cost(kernel)
         if cost is None:
@@ -248,7 +290,7 @@ class _Walk:
         flops, moved = cost
         # Those that state their cost may multiply numbers of any kind.
         rate = chip.bf16_flops if stated is None else max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
-        return max(flops / rate, moved / chip.hbm_bytes_per_second)
+        return max(flops / (rate * of_flops), moved / (chip.hbm_bytes_per_second * of_bandwidth))
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":
@@ -291,7 +333,7 @@ class _Walk:
 
     def _compute(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         seconds = (instruction.estimated_cycles or 0) / self.chip.clock_hz
-        clocks.core += seconds
+        clocks.work(seconds, self._in_hbm(instruction, clocks))
         ledger.add("compute", instruction, seconds * count)
 
     def _collective(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:

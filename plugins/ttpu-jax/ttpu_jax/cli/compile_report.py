@@ -236,6 +236,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("  roofline", _milliseconds(report.roofline_seconds)),
         ("kernels, at least", _milliseconds(report.kernel_seconds)),
         ("predicted with them", _milliseconds(report.seconds_with_kernels)),
+        ("predicted, HBM shared", _milliseconds(report.total_seconds)),
         ("tokens per second", f"{report.tokens_per_second:,.0f}"),
         ("collectives", "\n".join(_collectives(report)) or "none"),
         ("counted as no time", "\n".join(_uncounted(report)) or "nothing"),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import axes
+from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.ops.sampling import (
@@ -99,7 +100,15 @@ class Programs:
         """The length that prompts are padded to; `longest` is that of the longest one."""
         return prompt_bucket(longest)
 
-    def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> DecodeState:
+    def start(
+        self,
+        starts: np.ndarray,
+        prompt_end: int,
+        slots: int,
+        seen: np.ndarray | None = None,
+        *,
+        rewound: int = REWOUND,
+    ) -> DecodeState:
         """Make the state for a new batch, with an empty cache.
 
         Args:
@@ -107,9 +116,10 @@ class Programs:
             prompt_end: the slot after the prompts.
             slots: slots of each row.
             seen: bool [batch, rows of the token table], the tokens of each prompt, where penalties count them.
+            rewound: the most tokens that `rewound` takes back at once.
         """
         batch = len(starts)
-        cache = self.model.empty_cache(batch, slots, self.cache_dtype)
+        cache = self.model.empty_cache(batch, slots, self.cache_dtype, rewound=rewound)
         put = partial(jax.device_put, device=cache.start.sharding)
         end = jax.device_put(np.int32(prompt_end), cache.prompt_end.sharding)
         cache = replace(cache, start=put(starts.astype(np.int32)), prompt_end=end)
@@ -129,7 +139,7 @@ class Programs:
             features: the sampling features that any row uses.
             fresh: the cache is empty, so that attention need not read it.
         """
-        key = ("prefill", *tokens.shape, state.cache.slots, fresh, features)
+        key = ("prefill", *tokens.shape, *state.cache.size, fresh, features)
         program = self._get(key, partial(self._prefill, fresh=fresh, features=features), state, tokens, inputs)
         return program(self._params, state, tokens, inputs)
 
@@ -137,7 +147,7 @@ class Programs:
         self, state: DecodeState, inputs: SamplingInputs, features: SamplingFeatures
     ) -> tuple[DecodeState, Sampled]:
         """Generate one token for every row. `state` is consumed."""
-        key = ("decode", state.token.shape[0], state.cache.slots, features)
+        key = ("decode", state.token.shape[0], *state.cache.size, features)
         program = self._get(key, partial(self._decode, features=features), state, inputs)
         return program(self._params, state, inputs)
 
@@ -152,7 +162,7 @@ class Programs:
         Returns:
             The state, and the logits of the last token, float32 [batch, vocab], whole on every device.
         """
-        key = ("prefill logits", *tokens.shape, state.cache.slots, fresh)
+        key = ("prefill logits", *tokens.shape, *state.cache.size, fresh)
         program = self._get(key, partial(self._logits_of, fresh=fresh), state, tokens)
         return program(self._params, state, tokens)
 
@@ -169,7 +179,7 @@ class Programs:
         Returns:
             The state, and the logits, float32 [batch, vocab], whole on every device.
         """
-        key = ("decode logits", *tokens.shape, state.cache.slots, rows is not None)
+        key = ("decode logits", *tokens.shape, *state.cache.size, rows is not None)
         program = self._get(key, self._next_logits, state, tokens, rows)
         return program(self._params, state, tokens, rows)
 
@@ -183,7 +193,7 @@ class Programs:
         Returns:
             The state, and the logits after each token, float32 [batch, number, vocab], whole on every device.
         """
-        key = ("block logits", *tokens.shape, state.cache.slots)
+        key = ("block logits", *tokens.shape, *state.cache.size)
         program = self._get(key, self._block_logits, state, tokens)
         return program(self._params, state, tokens)
 
@@ -198,17 +208,18 @@ class Programs:
         return f"{self.spec.model_type} keeps recurrent states, from which no token can be taken back"
 
     def rewound(self, state: DecodeState, length: int) -> DecodeState:
-        """Take back all tokens at slots from `length` on."""
+        """Take back all tokens at slots from `length` on, no more than `start` was told."""
         end = jax.device_put(np.int32(length), state.cache.length.sharding)
         return replace(state, cache=replace(state.cache, length=end))
 
     def repeated(self, state: DecodeState, times: int) -> DecodeState:
         """Return a state with each row `times` times in succession. `state` stays as it is."""
         batch = state.token.shape[0] * times
-        empty = self.model.empty_cache(batch, state.cache.slots, self.cache_dtype, abstract=True)
+        slots, rewound = state.cache.size
+        empty = self.model.empty_cache(batch, slots, self.cache_dtype, rewound=rewound, abstract=True)
         shardings = jax.tree.map(lambda array: array.sharding, empty)
         rows = np.repeat(np.arange(batch // times, dtype=np.int32), times)
-        key = ("repeat rows", batch, times, state.cache.slots)
+        key = ("repeat rows", batch, times, slots, rewound)
         program = self._get(key, lambda params, *given: self._rows_of(*given), state.cache, rows, out=shardings)
         cache = program(self._params, state.cache, rows)
         token, step = (jax.device_put(np.zeros(batch, np.int32), cache.start.sharding) for _ in range(2))

@@ -81,7 +81,7 @@ class Assistant:
         self.number = number
         self._programs, self._inputs = programs, inputs
         self._features = replace(features, penalties=False, logprobs=-1)
-        self._prompts = Padded.of(programs, [prompt], steps + number + 2)
+        self._prompts = Padded.of(programs, [prompt], steps + number + 2, rewound=number + 2)
         self._state: Any = None
 
     def guess(self, ids: Sequence[int], prompt: int) -> Sequence[int]:
@@ -139,7 +139,8 @@ class SpeculativeSteps:
         self._programs, self._ids, self._prompt = programs, list(prompt), len(prompt)
         self._guesser, self._inputs, self._features, self._rules = guesser, inputs, features, rules
         self._scores, self._logits = scores, logits
-        self._prompts = Padded.of(programs, [prompt], steps + guesser.number + 1)
+        number = guesser.number
+        self._prompts = Padded.of(programs, [prompt], steps + number + 1, rewound=number + 1)
         self._memory = self._prompts.memory(1, programs.spec.embedding.rows if features.penalties else None)
         self._state: Any = None
         self._ready: list[Chosen] = []

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_jax.generation.host_calls import HostCalls
 from ttpu_jax.generation.programs import Programs, cache_bucket, prompts_seen
 from ttpu_jax.generation.prompts import left_pad
@@ -50,19 +51,21 @@ class Steps(Protocol):
 @dataclass(frozen=True)
 class Padded:
     """Prompts of one batch, padded on the left: tokens int32 [batch, width], starts int32 [batch] the first real slot
-    of each, and `slots` the number of slots that a cache needs for them and all new tokens."""
+    of each, `slots` the number of slots that a cache needs for them and all new tokens, and `rewound` the most tokens
+    that are taken back at once."""
 
     ids: Sequence[Sequence[int]]
     tokens: np.ndarray
     starts: np.ndarray
     slots: int
+    rewound: int = REWOUND
 
     @classmethod
-    def of(cls, programs: Programs, ids: Sequence[Sequence[int]], steps: int) -> Padded:
+    def of(cls, programs: Programs, ids: Sequence[Sequence[int]], steps: int, rewound: int = REWOUND) -> Padded:
         """Pad prompts to a length that the programs take, with room for `steps` tokens."""
         width = programs.prompt_width(max(map(len, ids)))
         tokens, starts = left_pad(ids, width)
-        return cls(ids, tokens, starts, cache_bucket(width + steps))
+        return cls(ids, tokens, starts, cache_bucket(width + steps), max(rewound, REWOUND))
 
     @property
     def width(self) -> int:
@@ -186,7 +189,8 @@ class RuledSteps:
 def prefilled(programs: Programs, prompts: Padded, times: int) -> tuple[Any, jax.Array]:
     """Read the prompts; returns the state and logits, float32 [rows, vocab], with `times` rows of each prompt."""
     read = 1 if programs.repeats_rows else times
-    state = programs.start(np.repeat(prompts.starts, read), prompts.width, prompts.slots)
+    starts = np.repeat(prompts.starts, read)
+    state = programs.start(starts, prompts.width, prompts.slots, rewound=prompts.rewound)
     for index, part in enumerate(prompts.chunks(programs)):
         state, logits = programs.prefill_logits(state, np.repeat(part, read, axis=0), fresh=index == 0)
     if read == times:

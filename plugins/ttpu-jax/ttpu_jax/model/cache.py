@@ -1,6 +1,8 @@
 """The contiguous KV cache of a batch whose rows all advance by the same number of tokens. Rows are left-padded to a
 common length, so that one slot number serves all of them and a decode step writes one slot of each row in place,
-without a scatter."""
+without a scatter.
+
+A layer whose queries see a window keeps the newest tokens alone, in a ring: slot s lies at s modulo the ring's size."""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerSpec, StateSpec, axes
+from ttpu_core.spec.arithmetic import REWOUND, kept_slots
 from ttpu_core.spec.parameters import stacked_layers
 from ttpu_jax.params.placement import Placement
 
@@ -58,6 +61,11 @@ class LayerCache:
     key: jax.Array
     value: jax.Array
 
+    @property
+    def slots(self) -> int:
+        """Number of slots of each row."""
+        return int(self.key.shape[-2])
+
     def write(
         self, key: jax.Array, value: jax.Array, slot: jax.Array, layer_index: jax.Array | None = None
     ) -> LayerCache:
@@ -81,6 +89,41 @@ class LayerCache:
         if layer_index is None:
             return self.key, self.value
         return self.key[layer_index], self.value[layer_index]
+
+
+    def write_ring(
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        slot: jax.Array,
+        layer_index: jax.Array | None = None,
+        *,
+        fresh: bool = False,
+    ) -> LayerCache:
+        """Return the cache, a ring, with the newest of new tokens in it. Arguments are those of `write`; where the
+        cache is `fresh`, the slot is 0."""
+        seq, size = key.shape[-2], self.slots
+        if seq == 1 or (fresh and seq <= size):
+            return self.write(key, value, slot % size, layer_index)
+        if fresh:
+            rings = (jnp.roll(new[..., -size:, :], seq % size, axis=-2) for new in (key, value))
+            return self.write(*rings, slot, layer_index)
+        newest = slots_of_ring(size, slot + seq)
+        kept = zip(self.layer(layer_index), (key, value), strict=True)
+        rings = (_renewed(before, new.astype(before.dtype), newest - slot) for before, new in kept)
+        return self.write(*rings, jnp.zeros((), slot.dtype), layer_index)
+
+
+def slots_of_ring(size: int, end: jax.Array) -> jax.Array:
+    """The newest slot before `end` (int32 scalar) at each place of a ring: int32 [size]; negative where none is."""
+    return end - 1 - (end - 1 - jnp.arange(size, dtype=jnp.int32)) % size
+
+
+def _renewed(ring: jax.Array, new: jax.Array, newest: jax.Array) -> jax.Array:
+    """A ring [..., size, features] whose place i holds new[..., newest[i], :], or what it held where that is negative;
+    new [..., seq, features], newest int32 [size]."""
+    taken = jnp.take(new, jnp.maximum(newest, 0), axis=-2)
+    return jnp.where((newest >= 0)[:, None], taken, ring)
 
 
 @jax.tree_util.register_dataclass
@@ -132,6 +175,7 @@ class KVCache:
         length: int32 scalar, the next slot to write.
         prompt_end: int32 scalar, the slot after the prompts, which may be read in several chunks.
         slots: number of slots of each row, used and free.
+        rewound: newest tokens that can be taken back, by a smaller `length`.
     """
 
     layers: tuple[LayerCache | StateCache | BothCaches | None, ...]
@@ -139,6 +183,12 @@ class KVCache:
     length: jax.Array
     prompt_end: jax.Array
     slots: int = field(metadata={"static": True})
+    rewound: int = field(default=REWOUND, metadata={"static": True})
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """What determines the shapes of a row's arrays."""
+        return self.slots, self.rewound
 
     def positions(self, seq: int) -> tuple[jax.Array, jax.Array]:
         """Return the positions of the next `seq` tokens [batch, seq] and of every slot [batch, slots].
@@ -162,6 +212,7 @@ def empty_cache(
     placement: Placement,
     dtype: np.dtype[Any],
     *,
+    rewound: int = REWOUND,
     stacked: bool = False,
     abstract: bool = False,
 ) -> KVCache:
@@ -173,6 +224,7 @@ def empty_cache(
         slots: number of tokens that each row can hold.
         placement: the mesh, and the axes that shard each array.
         dtype: of keys and values, and of states whose spec names no dtype.
+        rewound: newest tokens that can be taken back.
         stacked: make one cache per place in a stacked group, with a leading layers axis.
         abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
     """
@@ -184,11 +236,15 @@ def empty_cache(
             return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
         return jnp.zeros(shape, kind, device=sharding)
 
-    def layer(spec: LayerSpec, lead: tuple[int, ...]) -> LayerCache | StateCache | BothCaches | None:
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+
+    def layer(index: int, spec: LayerSpec, lead: tuple[int, ...]) -> LayerCache | StateCache | BothCaches | None:
         stack, keys = (axes.LAYERS,) * len(lead), None
         mixer, states = spec.mixer, [state for mixer in spec.mixers for state in mixer.state]
         if isinstance(mixer, AttentionSpec) and mixer.kv_from_layer is None:
-            rows, logical = (*lead, batch, mixer.num_kv_heads, slots), (*stack, *CACHE_AXES)
+            readers = (other for other in mixers if other.kv_from_layer == index)
+            kept = max(kept_slots(reader, slots, rewound) for reader in (mixer, *readers))
+            rows, logical = (*lead, batch, mixer.num_kv_heads, kept), (*stack, *CACHE_AXES)
             shapes = (*rows, mixer.head_dim), (*rows, mixer.value_dim)
             keys = LayerCache(*(make(shape, logical, dtype) for shape in shapes))
         if not spec.mixers:
@@ -201,11 +257,11 @@ def empty_cache(
         shape = (*lead, batch, *(slots if axis == axes.SEQUENCE else size for size, axis in dims))
         return make(shape, (*stack, axes.BATCH, *state.axes), np.dtype(state.dtype) if state.dtype else dtype)
 
-    units: list[tuple[LayerSpec, tuple[int, ...]]]
+    units: list[tuple[int, LayerSpec, tuple[int, ...]]]
     if stacked:
-        units = [(layer, (len(copies),)) for _, layer, copies in stacked_layers(spec)]
+        units = [(copies[0], layer, (len(copies),)) for _, layer, copies in stacked_layers(spec)]
     else:
-        units = [(unit, ()) for unit in spec.layers]
+        units = [(index, unit, ()) for index, unit in enumerate(spec.layers)]
     layers = tuple(layer(*unit) for unit in units)
     integers = make((batch,), (None,), jnp.int32), make((), (), jnp.int32), make((), (), jnp.int32)
-    return KVCache(layers, *integers, slots)
+    return KVCache(layers, *integers, slots, rewound)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, Parameter
+from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Caches, Decoder
@@ -66,11 +67,13 @@ class DecoderModel:
         placement = self.runtime.placement
         return {path: shardings_of(placement, path, parameter) for path, parameter in self.parameters.items()}
 
-    def empty_cache(self, batch: int, slots: int, dtype: np.dtype[Any], *, abstract: bool = False) -> KVCache:
-        """Make a contiguous cache of zeros for `batch` rows of `slots` tokens; with `abstract`, only its shapes."""
-        return empty_cache(
-            self.spec, batch, slots, self.runtime.placement, dtype, stacked=self.stacked, abstract=abstract
-        )
+    def empty_cache(
+        self, batch: int, slots: int, dtype: np.dtype[Any], *, rewound: int = REWOUND, abstract: bool = False
+    ) -> KVCache:
+        """Make a contiguous cache of zeros for `batch` rows of `slots` tokens, of which the newest `rewound` can be
+        taken back; with `abstract`, only its shapes."""
+        given = {"rewound": rewound, "stacked": self.stacked, "abstract": abstract}
+        return empty_cache(self.spec, batch, slots, self.runtime.placement, dtype, **given)
 
     def empty_paged_cache(
         self,

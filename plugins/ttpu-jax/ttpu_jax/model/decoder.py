@@ -437,7 +437,7 @@ def _bound(
         return (
             positions,
             cache.lengths(tokens.shape[1]),
-            lambda held, layer_index: ContiguousCache(held, key_positions, slot, layer_index, fresh),
+            lambda held, layer_index: ContiguousCache(held, key_positions, slot, layer_index, cache.slots, fresh),
         )
     if positions is None:
         raise RequestError(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import AttentionSpec, axes
-from ttpu_jax.model.cache import LayerCache, StateCache, write_slots
+from ttpu_jax.model.cache import LayerCache, StateCache, slots_of_ring, write_slots
 from ttpu_jax.model.modules import Runtime, Step
 from ttpu_jax.model.ragged import on_rows
 from ttpu_jax.ops import attention as attention_ops
@@ -227,6 +227,7 @@ class ContiguousCache:
         positions: [batch, slots] of all slots; [batch, seq] of the step's tokens where the cache is `fresh`.
         slot: int32 scalar, the slot of the step's first token.
         layer_index: scalar, the index among stacked layers; None where layers are not stacked.
+        slots: number of slots of each row. A layer that has fewer is a ring of the newest tokens.
         fresh: the cache is empty, so that queries attend to the step's own tokens only.
     """
 
@@ -234,6 +235,7 @@ class ContiguousCache:
     positions: jax.Array
     slot: jax.Array
     layer_index: jax.Array | None
+    slots: int = field(metadata={"static": True})
     fresh: bool = field(metadata={"static": True})
 
     @part(Part.CACHE)
@@ -245,9 +247,32 @@ class ContiguousCache:
             key: [batch, kv_heads, seq, head_dim].
             value: [batch, kv_heads, seq, value_dim].
         """
-        held: LayerCache = self.held.write(key, value, self.slot, self.layer_index)
-        read = (key, value) if self.fresh else held.layer(self.layer_index)
-        return replace(self, held=held), TokenKeys(*read, self.positions, own=self.fresh)
+        before: LayerCache = self.held
+        if before.slots < self.slots:
+            held = before.write_ring(key, value, self.slot, self.layer_index, fresh=self.fresh)
+            keys = self._in_ring(before, held, key, value)
+        else:
+            held = before.write(key, value, self.slot, self.layer_index)
+            keys = None if self.fresh else TokenKeys(*held.layer(self.layer_index), self.positions, own=False)
+        return replace(self, held=held), keys or TokenKeys(key, value, self.positions, own=True)
+
+    def _in_ring(self, before: LayerCache, held: LayerCache, key: jax.Array, value: jax.Array) -> TokenKeys | None:
+        """The keys and values of a ring, before and after the step's own, key and value [batch, kv_heads, seq, dim],
+        were written; None where queries attend to these only."""
+        if self.fresh:
+            return None
+        first, seq = self.positions[:, :1], key.shape[-2]  # the first slot's
+        if seq == 1:
+            return TokenKeys(
+                *held.layer(self.layer_index), first + slots_of_ring(held.slots, self.slot + 1)[None], own=False
+            )
+        # The last of several tokens are written over what the first of them still see.
+        slots = jnp.concatenate([slots_of_ring(held.slots, self.slot), self.slot + jnp.arange(seq)])
+        both = (
+            jnp.concatenate([kept, new.astype(kept.dtype)], axis=-2)
+            for kept, new in zip(before.layer(self.layer_index), (key, value), strict=True)
+        )
+        return TokenKeys(*both, first + slots[None], own=False)
 
     @part(Part.ATTENTION)
     def attend_latents(

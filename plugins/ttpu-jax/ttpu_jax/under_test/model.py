@@ -207,7 +207,8 @@ class JaxModel:
             self.model.programs.runtime,
         )
         params = {path: array for path, array in self.model.params.items() if path in model.parameters}
-        cache = model.empty_cache(len(ids), ids.shape[1], self.model.programs.cache_dtype)
+        length = ids.shape[1]
+        cache = model.empty_cache(len(ids), length, self.model.programs.cache_dtype, rewound=length)  # no ring
         run = jax.jit(lambda params, ids, cache: model.forward(params, ids, cache=cache, fresh=True)[1])
         kept = run(params, ids.astype(np.int32), cache).layers[layer]
         if isinstance(kept, BothCaches):

@@ -1,5 +1,5 @@
-"""Attention by name: a built-in name or an import string selects an implementation, and the reference computes
-layers that the implementation does not serve."""
+"""Attention by name: a built-in name or an import string selects an implementation. What it does not serve is computed
+by the kernel for decode steps, on a TPU and where that serves it, else by the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 from ttpu_core.errors import PluginError, RequestError
 from ttpu_core.spec import AttentionSpec
-from ttpu_jax.ops.attention import flash, ring, splash
+from ttpu_jax.ops.attention import decode, flash, ring, splash
 from ttpu_jax.ops.attention.blocks import check_splash_options
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 from ttpu_jax.ops.attention.reference import SegmentIds, eager
@@ -18,12 +18,13 @@ from ttpu_jax.ops.attention.reference import SegmentIds, eager
 def _no_options(options: Options) -> None:
     if options:
         raise RequestError(
-            f"attention_config sets {', '.join(name for name, _ in options)}, but eager and ring attention have no "
-            "settings: leave it out, or use splash_attention."
+            f"attention_config sets {', '.join(name for name, _ in options)}, but eager, ring and decode attention "
+            "have no settings: leave it out, or use splash_attention."
         )
 
 
 REFERENCE = Implementation("eager", eager, check_options=_no_options)
+DECODE = Implementation("decode_attention", decode.decode_attention, decode.serves, _no_options)
 IMPLEMENTATIONS: dict[str, Implementation] = {
     one.name: one
     for one in (
@@ -31,6 +32,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         Implementation("xla_flash_attention", flash.flash_attention, flash.serves, flash.check_options),
         Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options),
         Implementation("ring_attention", ring.ring_attention, ring.serves, _no_options),
+        DECODE,
     )
 }
 
@@ -48,7 +50,7 @@ def attend(
     segment_ids: SegmentIds | None = None,
     context: AttentionContext,
 ) -> jax.Array:
-    """Attention by the implementation `name`, or by the reference if the implementation does not serve the layer.
+    """Attention by the implementation `name`, or by another one if that does not serve the layer, see `serving`.
 
     Args:
         name: one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
@@ -68,10 +70,7 @@ def attend(
     Raises:
         PluginError: there is no such implementation.
     """
-    chosen = implementation(name)
-    if chosen.serves(spec, context, query.shape[1], key.shape[2]) is not None:
-        chosen = REFERENCE
-    return chosen.function(
+    return serving(implementation(name), spec, context, query.shape[1], key.shape[2]).function(
         query,
         key,
         value,
@@ -82,6 +81,25 @@ def attend(
         segment_ids=segment_ids,
         context=context,
     )
+
+
+def serving(
+    chosen: Implementation, spec: AttentionSpec, context: AttentionContext, queries: int, keys: int
+) -> Implementation:
+    """What computes a layer of a model whose implementation is `chosen`: that, or on a TPU the kernel for decode steps,
+    or the reference. The reference, where it is chosen, computes all.
+
+    Args:
+        chosen: the model's implementation.
+        spec: the layer's attention.
+        context: devices and platform.
+        queries: number of queries of each row.
+        keys: number of keys of each row.
+    """
+    if chosen.serves(spec, context, queries, keys) is None:
+        return chosen
+    decodes = context.platform == "tpu" and DECODE.serves(spec, context, queries, keys) is None
+    return DECODE if decodes else REFERENCE
 
 
 def implementation(name: str) -> Implementation:

@@ -11,14 +11,14 @@ from typing import Any
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, KernelChoice, LayerSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, implementation
+from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, implementation, serving
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 
 AUTO = "auto"
 DEFAULT_ON_TPU = "splash_attention"
 DEFAULT_ON_SHARDED_SEQUENCES = "ring_attention"
 ABSORBED = "its own absorbed form"  # latent attention always reads its cache this way
-LENGTH = 2**31 - 1  # sequence length for `serves`: longer than any window
+LENGTH = 2**31 - 128  # sequence length for `serves`: longer than any window, and whole blocks
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,10 @@ def _kind(
     kind: str, mixer: AttentionSpec, absorbs: bool, chosen: Implementation, context: AttentionContext, reason: str
 ) -> KindChoice:
     on_sequence = chosen.serves(mixer, context, LENGTH, LENGTH)
-    on_cache = chosen.serves(mixer, replace(context, own_keys=False), 1, LENGTH)
-    prefill, decode = (REFERENCE.name if why else chosen.name for why in (on_sequence, on_cache))
+    of_cache = replace(context, own_keys=False)
+    on_cache = chosen.serves(mixer, of_cache, 1, LENGTH)
+    prefill = serving(chosen, mixer, context, LENGTH, LENGTH).name
+    decode = serving(chosen, mixer, of_cache, 1, LENGTH).name
     if absorbs:
         decode, on_cache = ABSORBED, None
     objections = tuple(dict.fromkeys(why for why in (on_sequence, on_cache) if why))

@@ -1,0 +1,174 @@
+"""Layers whose queries see a window keep the newest tokens alone, with the same results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tiny import llama_checkpoint
+
+from ttpu_core import default_registry, open_checkpoint
+from ttpu_core.mapping import stack_layers
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec
+from ttpu_core.spec.arithmetic import REWOUND, kept_slots
+from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_jax.model.cache import KVCache, LayerCache, empty_cache
+from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.params.load import load_parameters
+from ttpu_jax.params.placement import local_placement
+
+FLOAT32 = np.dtype(np.float32)
+LENGTH, SLOTS, WINDOW = 90, 96, 6
+RING = 32  # 6 tokens and REWOUND more, in steps of 16
+TOKENS = np.random.default_rng(0).integers(0, 259, (3, LENGTH)).astype(np.int32)
+STARTS = np.array([0, 7, 40], np.int32)  # two rows are padded on the left
+POSITIONS = np.arange(LENGTH, dtype=np.int32)[None] - STARTS[:, None]
+
+
+def limited(spec: ArchitectureSpec, **limit: int) -> ArchitectureSpec:
+    """The architecture with a full layer and two whose queries see a window, or a chunk."""
+    first, *others = spec.layers
+    changed = [replace(layer, mixer=replace(layer.mixer, **limit)) for layer in others]
+    return replace(spec, layers=(first, *changed))
+
+
+class Model:
+    """A tiny llama with a window in its second and third layer."""
+
+    def __init__(self, path: Path, mesh: str | None = None, *, stacked: bool = False, **limit: int) -> None:
+        checkpoint = open_checkpoint(path)
+        architecture = default_registry().architecture(checkpoint.config)
+        self.spec = limited(architecture.spec, **(limit or {"window": WINDOW}))
+        self.placement = local_placement(mesh)
+        table = stacked_parameters(self.spec) if stacked else self.spec.parameters
+        mapping = stack_layers(architecture.mapping, self.spec) if stacked else architecture.mapping
+        self.params = load_parameters(checkpoint, mapping, table, self.placement, FLOAT32)
+        runtime = Runtime(self.placement, "eager", different_ropes(self.spec.layers))
+        self.model = causal_model(self.spec, runtime, stacked=stacked)
+        self.run = jax.jit(
+            lambda params, tokens, cache, fresh: self.model.forward(params, tokens, cache=cache, fresh=fresh),
+            static_argnums=3,
+        )
+
+    def logits(self) -> np.ndarray:
+        run = jax.jit(lambda params, tokens, positions: self.model.forward(params, tokens, positions)[0])
+        return np.asarray(run(self.params, TOKENS, POSITIONS))
+
+    def cache(self, **options: Any) -> KVCache:
+        cache = self.model.empty_cache(len(TOKENS), SLOTS, FLOAT32, **options)
+        return replace(cache, start=jax.device_put(STARTS, cache.start.sharding))
+
+    def read(self, cache: KVCache, begin: int, end: int, *, fresh: bool = False) -> tuple[np.ndarray, KVCache]:
+        logits, after = self.run(self.params, TOKENS[:, begin:end], cache, fresh)
+        return np.asarray(logits), after
+
+    def in_parts(self, lengths: list[int], *, fresh: bool) -> np.ndarray:
+        cache, parts, begin = self.cache(), [], 0
+        for length in lengths:
+            part, cache = self.read(cache, begin, begin + length, fresh=fresh and not begin)
+            parts.append(part)
+            begin += length
+        return np.concatenate(parts, axis=1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama_checkpoint(tmp_path_factory.mktemp("ring") / "llama", num_hidden_layers=3, vocab_size=264)
+
+
+@pytest.fixture(scope="module")
+def reference(path: Path) -> np.ndarray:
+    return Model(path).logits()
+
+
+def assert_equal(ours: np.ndarray, theirs: np.ndarray, begin: int = 0) -> None:
+    """Equal where there is no padding; both [rows, length, vocab], from slot `begin` on."""
+    real = POSITIONS[:, begin : begin + ours.shape[1]] >= 0
+    assert np.abs(ours - theirs)[real].max() <= 2e-5 * np.abs(theirs[real]).max()
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [LENGTH],
+        [RING - 1, *[1] * (LENGTH - RING + 1)],  # token by token around the ring, twice
+        [70, *[1] * 20],
+        [RING, 26, 32],
+        [3, 5, 61, 1, 1, 19],
+    ],
+    ids=str,
+)
+def test_tokens_in_parts_equal_the_whole(
+    path: Path, reference: np.ndarray, lengths: list[int], stacked: bool
+) -> None:
+    model = Model(path, stacked=stacked)
+    assert_equal(model.in_parts(lengths, fresh=True), reference)
+    assert_equal(model.in_parts(lengths, fresh=False), reference)
+
+
+def test_chunks_too(path: Path) -> None:
+    model = Model(path, chunk=7)
+    assert_equal(model.in_parts([RING + 5, 20, *[1] * 33], fresh=True), model.logits())
+
+
+def test_a_sharded_ring_too(path: Path, reference: np.ndarray) -> None:
+    model = Model(path, "data=1,tensor=2", stacked=True)
+    assert_equal(model.in_parts([40, 30, *[1] * 20], fresh=True), reference)
+
+
+def test_a_ring_is_smaller_than_the_context(path: Path) -> None:
+    model = Model(path)
+    kept = [layer.slots for layer in model.cache().layers if isinstance(layer, LayerCache)]
+    assert kept == [SLOTS, RING, RING]
+    assert [layer.slots for layer in model.cache(rewound=60).layers if isinstance(layer, LayerCache)][1:] == [80, 80]
+
+
+@pytest.mark.parametrize("back", [1, 5, REWOUND])
+def test_tokens_can_be_taken_back(path: Path, reference: np.ndarray, back: int) -> None:
+    """As many as was said, after which the keys that they were written over are seen by no query."""
+    model = Model(path)
+    _, cache = model.read(model.cache(), 0, 50, fresh=True)
+    wrong = np.full((len(TOKENS), back), 7, np.int32)
+    _, cache = model.run(model.params, wrong, cache, False)
+    cache = replace(cache, length=cache.length - back)
+    one, cache = model.read(cache, 50, 51)
+    several, cache = model.read(cache, 51, 60)
+    assert_equal(one, reference[:, 50:51], 50)
+    assert_equal(several, reference[:, 51:60], 51)
+
+
+def test_more_tokens_than_fit_are_not_taken_back_unnoticed(path: Path, reference: np.ndarray) -> None:
+    """What the test before relies on: with too small a ring the results are others."""
+    model = Model(path)
+    _, cache = model.read(model.cache(), 0, 50, fresh=True)
+    _, cache = model.run(model.params, np.full((len(TOKENS), 28), 7, np.int32), cache, False)
+    one, _ = model.read(replace(cache, length=cache.length - 28), 50, 51)
+    assert np.abs(one - reference[:, 50:51]).max() > 1e-3
+
+
+def test_a_layer_that_others_read_keeps_what_they_see(path: Path) -> None:
+    spec = limited(default_registry().architecture(open_checkpoint(path).config).spec, window=WINDOW)
+    first, second, third = spec.layers
+    reader = replace(third, mixer=replace(third.mixer, kv_from_layer=1, window=None))
+    cache = empty_cache(replace(spec, layers=(first, second, reader)), 1, SLOTS, local_placement(None), FLOAT32)
+    layers = cache.layers
+    assert isinstance(layers[1], LayerCache) and layers[1].slots == SLOTS and layers[2] is None
+
+
+def test_slots_of_windows() -> None:
+    attention = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=16)
+    assert kept_slots(attention, 2048) == 2048
+    assert kept_slots(replace(attention, window=1024), 2048) == 1152
+    assert kept_slots(replace(attention, window=1024), 512) == 512
+    assert kept_slots(replace(attention, chunk=8192), 32768) == 8320
+    assert kept_slots(replace(attention, window=100, chunk=50), 4096) == 80
+    assert kept_slots(replace(attention, window=100, causal=False), 4096) == 4096, "which sees ahead"
+    for window in range(1, 700, 7):
+        for rewound in (0, REWOUND, 50):
+            assert kept_slots(replace(attention, window=window), 10_000, rewound) >= window + rewound

@@ -1,0 +1,160 @@
+"""The kernel for decode steps is held against the reference. On a CPU it is interpreted: the same path as on a TPU, but
+for the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from ttpu_core.spec import AlibiSpec, AttentionSpec
+from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend
+from ttpu_jax.ops.attention.decode import BLOCK_BYTES, block_slots, serves
+
+GQA = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
+MQA = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=128)
+ON_CACHE = AttentionContext(platform="cpu", own_keys=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and rows whose newest token is at `ends` - 1 of `slots` slots, after `left` slots of padding."""
+
+    spec: AttentionSpec
+    slots: int = 384
+    end: int = 300
+    left: tuple[int, ...] = (0, 37, 299)
+    ring: bool = False
+    packed: bool = False
+
+    def arrays(self, dtype: Any = jnp.float32) -> dict[str, Any]:
+        spec, batch = self.spec, len(self.left)
+        keys = jax.random.split(jax.random.key(0), 4)
+
+        def normal(key: jax.Array, *shape: int) -> jax.Array:
+            return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)  # numbers that bfloat16 has too
+
+        slot = np.arange(self.slots)
+        if self.ring:  # the newest slot at each place
+            slot = self.end - 1 - (self.end - 1 - slot) % self.slots
+        starts = np.array(self.left)[:, None]
+        segments = None
+        if self.packed:
+            of_keys = np.broadcast_to(slot // 100, (batch, self.slots))
+            segments = jnp.full((batch, 1), (self.end - 1) // 100), jnp.asarray(of_keys)
+        return {
+            "query": normal(keys[0], batch, 1, spec.num_kv_heads, spec.q_per_kv, spec.head_dim),
+            "key": normal(keys[1], batch, spec.num_kv_heads, self.slots, spec.head_dim),
+            "value": normal(keys[2], batch, spec.num_kv_heads, self.slots, spec.value_dim),
+            "query_positions": jnp.asarray(self.end - 1 - starts),
+            "key_positions": jnp.asarray(slot[None] - starts),
+            "sinks": normal(keys[3], spec.num_kv_heads, spec.q_per_kv) + 2 if spec.sinks else None,
+            "segment_ids": segments,
+        }
+
+
+CASES = {
+    "groups of query heads, left padding": Case(GQA),
+    "one key head": Case(MQA),
+    "heads of 256": Case(AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)),
+    "odd heads, narrow values": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=80, v_head_dim=48)),
+    "window": Case(replace(GQA, window=70)),
+    "ring": Case(replace(GQA, window=200), slots=256, end=1000, left=(0, 37, 990), ring=True),
+    "chunk": Case(replace(GQA, chunk=128)),
+    "softcap, sinks, scale": Case(replace(GQA, logit_softcap=3.0, sinks=True, scale=0.3)),
+    "sinks and a window": Case(replace(GQA, sinks=True, window=5)),
+    "packed": Case(GQA, packed=True),
+    "few slots": Case(GQA, slots=40, end=33, left=(0, 3, 32)),
+    "the last slot": Case(GQA, end=384),
+    "the first slot": Case(GQA, end=1, left=(0, 0, 0)),
+}
+
+
+def both(case: Case, dtype: Any = jnp.float32, context: AttentionContext = ON_CACHE) -> tuple[np.ndarray, np.ndarray]:
+    arrays = case.arrays(dtype)
+    sinks, segments = arrays.pop("sinks"), arrays.pop("segment_ids")
+    found = []
+    for name, where in (("decode_attention", context), ("eager", replace(context, mesh=None))):
+
+        def run(*values: Any, name: str = name, where: AttentionContext = where) -> jax.Array:
+            return attend(name, *values, case.spec, sinks=sinks, segment_ids=segments, context=where)
+
+        found.append(np.asarray(jax.jit(run)(*arrays.values()), np.float32))
+    return found[0], found[1]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of 128 slots."""
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode.BLOCK_BYTES", 1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_kernel_equals_the_reference(case: Case) -> None:
+    ours, theirs = both(case)
+    assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+def test_in_bfloat16_it_is_as_near_as_bfloat16_is() -> None:
+    ours, theirs = both(CASES["groups of query heads, left padding"], jnp.bfloat16)
+    exact = both(CASES["groups of query heads, left padding"])[1]
+    assert np.abs(ours - exact).max() <= 1.5 * np.abs(theirs - exact).max() + 2**-9 * np.abs(exact).max()
+
+
+def test_blocks_that_no_query_sees_are_not_computed() -> None:
+    """What is not a number there, as in memory that nobody wrote, does not come into the result."""
+    case = Case(replace(GQA, window=70), left=(0,))
+    arrays = case.arrays()
+    unseen = np.arange(case.slots) < 128  # the first of three blocks; the window begins in the second
+    arrays["key"] = jnp.where(unseen[None, None, :, None], jnp.nan, arrays["key"])
+    arrays["value"] = jnp.where(unseen[None, None, :, None], jnp.nan, arrays["value"])
+    mixed = IMPLEMENTATIONS["decode_attention"].function(**arrays, spec=case.spec, context=ON_CACHE)
+    assert np.isfinite(mixed).all()
+
+
+def test_a_row_that_sees_nothing_gets_zeros() -> None:
+    arrays = Case(GQA, left=(0, 1)).arrays()
+    arrays["key_positions"] = arrays["key_positions"].at[1].set(-1)
+    mixed = IMPLEMENTATIONS["decode_attention"].function(**arrays, spec=GQA, context=ON_CACHE)
+    assert not np.asarray(mixed[1]).any() and np.asarray(mixed[0]).any()
+
+
+@pytest.mark.parametrize(("shape", "batch"), [((2, 2), True), ((1, 2), False)])
+def test_on_several_devices_it_equals_the_reference_on_one(shape: tuple[int, int], batch: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("data", "tensor"))
+    context = replace(ON_CACHE, mesh=mesh, batch_axes=("data",) if batch else (), head_axes=("tensor",))
+    ours, theirs = both(Case(replace(GQA, sinks=True, window=100), left=(0, 37, 5, 1)), context=context)
+    assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("spec", "context", "queries", "keys", "reason"),
+    [
+        (GQA, replace(ON_CACHE, own_keys=True), 1, 256, "attends to a cache"),
+        (GQA, replace(ON_CACHE, platform="gpu"), 1, 256, "for TPUs"),
+        (GQA, replace(ON_CACHE, sequence_axes=("sequence",)), 1, 256, "whole cache"),
+        (replace(GQA, alibi=AlibiSpec()), ON_CACHE, 1, 256, "ALiBi"),
+        (GQA, ON_CACHE, 2, 256, "one query"),
+        (GQA, ON_CACHE, 1, 4097, "4,097 slots are not a multiple of 128"),
+        (GQA, ON_CACHE, 1, 2000, None),
+        (GQA, replace(ON_CACHE, platform="tpu"), 1, 4096, None),
+    ],
+)
+def test_what_it_does_not_serve(
+    spec: AttentionSpec, context: AttentionContext, queries: int, keys: int, reason: str | None
+) -> None:
+    found = serves(spec, context, queries, keys)
+    assert (found is None) if reason is None else (reason in str(found))
+
+
+def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode.BLOCK_BYTES", BLOCK_BYTES)
+    assert block_slots(2048, 256) == 2048, "which takes 512 KiB"
+    assert block_slots(8192, 256) == 2048
+    assert block_slots(1152, 8 * 512) == 128 and block_slots(1152, 1024) == 384
+    assert block_slots(2000, 256) == 2000

@@ -1,0 +1,224 @@
+"""Attention of one query a row to a contiguous cache, as a Pallas kernel that reads keys and values once, and blocks of
+them that a row does not see not at all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec.arithmetic import attention_flops
+from ttpu_jax.ops.attention.blocks import LANES
+from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.attention.reference import MASKED, SegmentIds, visibility
+
+BLOCK_BYTES = 2**19
+"""Of the keys of all heads in one block; two blocks of keys and two of values are in VMEM at once."""
+LARGEST_WHOLE = 2048
+"""Slots of a cache that may be one block, where they are not a multiple of 128."""
+ROWS = 16
+"""Rows of a bfloat16 tile, to which a head's queries are padded."""
+
+
+def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
+    """Why the kernel cannot compute this layer, or None."""
+    if context.platform == "gpu":
+        return "it is a kernel for TPUs"
+    if context.own_keys:
+        return "it attends to a cache, not within a sequence"
+    if context.sequence_axes:
+        return "it needs the whole cache on one device"
+    if spec.alibi is not None:
+        return "it adds no position biases (ALiBi)"
+    if queries != 1:
+        return "it takes one query of each row"
+    if keys % LANES and keys > LARGEST_WHOLE:
+        return f"{keys:,} slots are not a multiple of {LANES}"
+    return None
+
+
+def decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    spec: AttentionSpec,
+    *,
+    sinks: jax.Array | None = None,
+    segment_ids: SegmentIds | None = None,
+    context: AttentionContext,
+) -> jax.Array:
+    """The result of `eager` for layers that `serves` accepts, except that a query that sees nothing gets zeros.
+
+    Args:
+        query: [batch, 1, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, keys, head_dim], rotated.
+        value: [batch, kv_heads, keys, value_dim].
+        query_positions: [batch, 1].
+        key_positions: [batch, keys]; keys with a negative position are masked.
+        spec: scale, softcap, window, chunk, causality.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks.
+        segment_ids: [batch, 1] and [batch, keys], see `eager`.
+        context: devices and platform. On a CPU the kernel is interpreted.
+
+    Returns:
+        [batch, 1, kv_heads, q_per_kv, value_dim] in the query's dtype.
+    """
+    visible = visibility(query_positions, key_positions, spec, segment_ids)
+    local = partial(_local, spec=spec, interpret=context.platform == "cpu")
+    rows = query[:, 0]
+    if context.mesh is None:
+        return local(rows, key, value, visible, sinks)[:, None]
+    batch, heads = context.batch_axes or None, context.head_axes or None
+    of_heads = PartitionSpec(batch, heads)
+    specs = (of_heads, of_heads, of_heads, PartitionSpec(batch), PartitionSpec(heads))
+    run = jax.shard_map(local, mesh=context.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
+    mixed: jax.Array = run(rows, key, value, visible, sinks)
+    return mixed[:, None]
+
+
+def _local(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    interpret: bool,
+) -> jax.Array:
+    """Attention of one device's rows and heads: query [batch, kv_heads, q_per_kv, head_dim], visible bool [batch, 1,
+    keys], sinks [kv_heads, q_per_kv]; the result is [batch, kv_heads, q_per_kv, value_dim]."""
+    batch, heads, group, dim = query.shape
+    slots, value_dim = key.shape[2], value.shape[3]
+    block = block_slots(slots, heads * max(dim, value_dim) * key.dtype.itemsize)
+    blocks = slots // block
+    padding = ((0, 0), (0, 0), (0, -group % ROWS), (0, 0))
+    rows = jnp.pad(query, padding).astype(key.dtype)
+    logits = jnp.full((heads, rows.shape[2], 1), MASKED, jnp.float32)
+    if sinks is not None:
+        logits = logits.at[:, :group, 0].set(sinks.astype(jnp.float32))
+    seen = visible.reshape(batch, blocks, block).any(-1)
+    first = jnp.argmax(seen, axis=1).astype(jnp.int32)
+    last = (blocks - 1 - jnp.argmax(seen[:, ::-1], axis=1)).astype(jnp.int32)
+    bias = jnp.where(visible, 0.0, MASKED).astype(jnp.float32)
+
+    def seen_block(row: Any, number: Any, first: Any, last: Any) -> Any:
+        return jnp.clip(number, first[row], last[row])  # a block that is the one before is not read again
+
+    of_keys = [
+        pl.BlockSpec((1, heads, block, size), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends), 0))
+        for size in (dim, value_dim)
+    ]
+    whole = pl.BlockSpec((1, heads, rows.shape[2], dim), lambda row, number, *_: (row, 0, 0, 0))
+    mixed = pl.pallas_call(
+        partial(_kernel, spec=spec, blocks=blocks, sinks=sinks is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, blocks),
+            in_specs=[
+                whole,
+                *of_keys,
+                pl.BlockSpec((1, 1, block), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends))),
+                pl.BlockSpec(logits.shape, lambda row, number, *_: (0, 0, 0)),
+            ],
+            out_specs=pl.BlockSpec((1, heads, rows.shape[2], value_dim), lambda row, number, *_: (row, 0, 0, 0)),
+            scratch_shapes=[
+                pltpu.VMEM((heads, rows.shape[2], LANES), jnp.float32),
+                pltpu.VMEM((heads, rows.shape[2], LANES), jnp.float32),
+                pltpu.VMEM((heads, rows.shape[2], value_dim), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, rows.shape[2], value_dim), query.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=batch * int(attention_flops(heads * group, spec, slots)),
+            bytes_accessed=sum(array.nbytes for array in (query, key, value, bias))
+            + batch * heads * group * value_dim * query.dtype.itemsize,
+            transcendentals=batch * heads * group * slots,
+        ),
+        interpret=interpret,
+        name="decode_attention",
+    )(first, last, rows, key, value, bias, logits)
+    return mixed[:, :, :group]
+
+
+def block_slots(slots: int, bytes_per_slot: int) -> int:
+    """Slots in one block: the largest multiple of 128 that divides `slots` and whose keys, `bytes_per_slot` each, take
+    no more than `BLOCK_BYTES`; all slots where none does."""
+    most = max(LANES, BLOCK_BYTES // bytes_per_slot)
+    return next((size for size in range(most - most % LANES, 0, -LANES) if slots % size == 0), slots)
+
+
+def _kernel(
+    first: Any,
+    last: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    logits: Any,
+    mixed: Any,
+    largest: Any,
+    total: Any,
+    summed: Any,
+    *,
+    spec: AttentionSpec,
+    blocks: int,
+    sinks: bool,
+) -> None:
+    """One block of keys of one row. The softmax over the blocks is kept as the largest score so far, the sum of
+    exponentials less it [heads, queries, 128], of which all lanes are equal, and the sum of values times them."""
+    row, number = pl.program_id(0), pl.program_id(1)
+    heads = key.shape[1]
+    precision = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
+
+    @pl.when(number == 0)
+    def _() -> None:
+        largest[...] = jnp.broadcast_to(logits[...], largest.shape)
+        total[...] = jnp.full(total.shape, 1.0 if sinks else 0.0, jnp.float32)
+        summed[...] = jnp.zeros(summed.shape, jnp.float32)
+
+    @pl.when((number >= first[row]) & (number <= last[row]))
+    def _() -> None:
+        for head in range(heads):
+            scores = jax.lax.dot_general(
+                query[0, head],
+                key[0, head],
+                (((1,), (1,)), ((), ())),
+                preferred_element_type=jnp.float32,
+                precision=precision,
+            )
+            scores = scores * spec.softmax_scale
+            if spec.logit_softcap is not None:
+                scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
+            hidden = bias[0] < 0
+            scores = jnp.where(hidden, MASKED, scores)
+            before = largest[head, :, :1]
+            after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+            shares = jnp.where(hidden, 0.0, jnp.exp(scores - after))
+            kept = jnp.exp(before - after)
+            total[head] = jnp.broadcast_to(
+                total[head, :, :1] * kept + shares.sum(axis=1, keepdims=True), total.shape[1:]
+            )
+            largest[head] = jnp.broadcast_to(after, largest.shape[1:])
+            summed[head] = summed[head] * kept + jax.lax.dot_general(
+                shares.astype(value.dtype),
+                value[0, head],
+                (((1,), (0,)), ((), ())),
+                preferred_element_type=jnp.float32,
+                precision=precision,
+            )
+
+    @pl.when(number == blocks - 1)
+    def _() -> None:
+        for head in range(heads):
+            share = total[head, :, :1]
+            mixed[0, head] = (summed[head] / jnp.where(share == 0.0, 1.0, share)).astype(mixed.dtype)
