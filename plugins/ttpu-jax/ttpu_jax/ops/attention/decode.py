@@ -22,8 +22,6 @@ BLOCK_BYTES = 2**19
 """Of the keys of all heads in one block; two blocks of keys and two of values are in VMEM at once."""
 LARGEST_WHOLE = 2048
 """Slots of a cache that may be one block, where they are not a multiple of 128."""
-ROWS = 16
-"""Rows of a bfloat16 tile, to which a head's queries are padded."""
 
 
 def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
@@ -100,11 +98,10 @@ def _local(
     slots, value_dim = key.shape[2], value.shape[3]
     block = block_slots(slots, heads * max(dim, value_dim) * key.dtype.itemsize)
     blocks = slots // block
-    padding = ((0, 0), (0, 0), (0, -group % ROWS), (0, 0))
-    rows = jnp.pad(query, padding).astype(key.dtype)
-    logits = jnp.full((heads, rows.shape[2], 1), MASKED, jnp.float32)
+    rows = query.astype(key.dtype)
+    logits = jnp.full((heads, group, 1), MASKED, jnp.float32)
     if sinks is not None:
-        logits = logits.at[:, :group, 0].set(sinks.astype(jnp.float32))
+        logits = sinks.astype(jnp.float32)[..., None]
     seen = visible.reshape(batch, blocks, block).any(-1)
     first = jnp.argmax(seen, axis=1).astype(jnp.int32)
     last = (blocks - 1 - jnp.argmax(seen[:, ::-1], axis=1)).astype(jnp.int32)
@@ -117,8 +114,8 @@ def _local(
         pl.BlockSpec((1, heads, block, size), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends), 0))
         for size in (dim, value_dim)
     ]
-    whole = pl.BlockSpec((1, heads, rows.shape[2], dim), lambda row, number, *_: (row, 0, 0, 0))
-    mixed = pl.pallas_call(
+    whole = pl.BlockSpec((1, heads, group, dim), lambda row, number, *_: (row, 0, 0, 0))
+    mixed: jax.Array = pl.pallas_call(
         partial(_kernel, spec=spec, blocks=blocks, sinks=sinks is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -129,14 +126,14 @@ def _local(
                 pl.BlockSpec((1, 1, block), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends))),
                 pl.BlockSpec(logits.shape, lambda row, number, *_: (0, 0, 0)),
             ],
-            out_specs=pl.BlockSpec((1, heads, rows.shape[2], value_dim), lambda row, number, *_: (row, 0, 0, 0)),
+            out_specs=pl.BlockSpec((1, heads, group, value_dim), lambda row, number, *_: (row, 0, 0, 0)),
             scratch_shapes=[
-                pltpu.VMEM((heads, rows.shape[2], LANES), jnp.float32),
-                pltpu.VMEM((heads, rows.shape[2], LANES), jnp.float32),
-                pltpu.VMEM((heads, rows.shape[2], value_dim), jnp.float32),
+                pltpu.VMEM((heads, group, LANES), jnp.float32),
+                pltpu.VMEM((heads, group, LANES), jnp.float32),
+                pltpu.VMEM((heads, group, value_dim), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, rows.shape[2], value_dim), query.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, group, value_dim), query.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
             flops=batch * int(attention_flops(heads * group, spec, slots)),
@@ -147,7 +144,7 @@ def _local(
         interpret=interpret,
         name="decode_attention",
     )(first, last, rows, key, value, bias, logits)
-    return mixed[:, :, :group]
+    return mixed
 
 
 def block_slots(slots: int, bytes_per_slot: int) -> int:
