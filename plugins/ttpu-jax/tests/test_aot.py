@@ -183,7 +183,43 @@ class TestEstimate:
         assert [one.roofline_seconds for one in result.unmodelled] == [pytest.approx(2e-6), pytest.approx(1e-6)]
         assert result.seconds == 0 and result.kernel_seconds == pytest.approx(3e-6)
         assert result.seconds_with_kernels == pytest.approx(3e-6)
+        assert result.total_seconds == pytest.approx(2e-6 / schedule.KERNEL_FLOPS + 1e-6 / schedule.KERNEL_BANDWIDTH)
         assert schedule.estimate(text, "v5e", {"a": 5e-6}).seconds_with_kernels == pytest.approx(6e-6)
+
+    @pytest.mark.parametrize(
+        "work",
+        [
+            '%k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
+            'backend_config={"cost_estimate":{"flops":"0","transcendentals":"0","bytes_accessed":"4194304"}}',
+            '%k = f32[8] reduce(%w), dimensions={0}, to_apply=%add, backend_config={"estimated_cycles":"1500"}',
+        ],
+        ids=["kernel", "operation"],
+    )
+    @pytest.mark.parametrize("copied", [0.5, 1, 3])
+    def test_a_copy_and_what_reads_meanwhile_share_the_bandwidth(self, work: str, copied: float) -> None:
+        """Of the shorter one, both get half, and together they take no less than one after another."""
+        rows = int(copied * 2**20)
+        text = entry(
+            "%w = f32[1048576]{0} parameter(1)",
+            f"%s = (f32[{rows}]{{0:S(1)}}, f32[{rows}], u32[]) copy-start(%p)",
+            work,
+            f"ROOT %d = f32[{rows}]{{0:S(1)}} copy-done(%s)",
+        )
+        result, one = schedule.estimate(text, "v5e"), 4 * 2**20 / 819e9
+        assert result.seconds == pytest.approx(copied * one, rel=0.25)
+        assert result.hbm_seconds == pytest.approx((1 + copied) * one, rel=1e-4)
+        assert result.total_seconds == pytest.approx((1 + copied) * one, rel=1e-4)
+
+    def test_what_reads_without_a_copy_under_way_waits_for_none(self) -> None:
+        config = 'backend_config={"estimated_cycles":"30000"}'
+        text = entry(
+            "%w = f32[1048576]{0} parameter(1)",
+            f"%k = f32[8] reduce(%w), dimensions={{0}}, to_apply=%add, {config}",
+            "%s = (f32[1048576]{0:S(1)}, f32[1048576], u32[]) copy-start(%p)",
+            "ROOT %d = f32[1048576]{0:S(1)} copy-done(%s)",
+        )
+        result, one = schedule.estimate(text, "v5e"), 4 * 2**20 / 819e9
+        assert result.total_seconds == result.seconds == pytest.approx(30_000 / 1.5e9 + one)
 
     def test_an_asynchronous_collective_costs_only_what_is_waited_for(self) -> None:
         text = entry(

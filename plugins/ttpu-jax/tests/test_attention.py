@@ -3,6 +3,7 @@ test_attention_kernels.py."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
 from ttpu_core.checkpoint import open_checkpoint
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import PluginError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.spec import AlibiSpec, AttentionSpec, KernelChoice, LayerSpec, NormSpec
@@ -51,7 +53,8 @@ def pack(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_auto_is_splash_on_a_tpu_for_prefill_and_a_kernel_for_decode() -> None:
-    choice = choose("auto", layers(FULL, SLIDING, FULL, CHUNKED), "tpu")
+    wide = [replace(one, head_dim=128) for one in (FULL, SLIDING, FULL, CHUNKED)]
+    choice = choose("auto", layers(*wide), "tpu")
     assert choice.name == "splash_attention"
     found = [(kind.kind, kind.prefill, kind.decode) for kind in choice.kinds]
     assert found == [(kind, "splash_attention", "decode_attention") for kind in ("full", "sliding", "chunked")]
@@ -274,7 +277,11 @@ def test_the_plan_says_what_serves_each_kind_of_layer_here_and_on_a_tpu(checkpoi
     kernels = JaxBackend().kernels(default_registry().architecture(open_checkpoint(checkpoint).config))
     words = kernels["attention (full)"]
     assert words.startswith("eager: the reference implementation")
-    assert "On a TPU: splash_attention for prefill and training, decode_attention for decode: the default on a TPU" in words
+    assert "On a TPU: splash_attention for prefill and training, eager for decode: the default on a TPU" in words
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    wide = ModelConfig.from_dict({**config, "head_dim": 128})
+    words = JaxBackend().kernels(default_registry().architecture(wide))["attention (full)"]
+    assert "splash_attention for prefill and training, decode_attention for decode" in words
 
 
 def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_ring_attention(checkpoint: Path) -> None:

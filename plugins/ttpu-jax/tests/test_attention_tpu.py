@@ -57,6 +57,56 @@ def test_a_kernel_compiles_for_a_tpu_and_each_device_keeps_to_itself(
     assert max(prefill.temp_bytes, training.temp_bytes) < scores
 
 
+@pytest.mark.parametrize("topology_name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_kernel_for_decode_compiles_for_all_generations(topology_name: str) -> None:
+    """Each kind of head and of mask, in one program, which reads the caches where they are."""
+    topology = tpu_topology(topology_name)
+    sizes = {"data": len(topology.devices) // 2, "tensor": 2}
+    mesh = make_mesh(topology, sizes)
+    context = AttentionContext(mesh=mesh, batch_axes=("data",), head_axes=("tensor",), platform="tpu", own_keys=False)
+    specs = (
+        GQA,
+        replace(GQA, num_heads=16, num_kv_heads=16, window=200, logit_softcap=30.0),
+        replace(GQA, num_heads=16, head_dim=256),
+        replace(GQA, head_dim=256, v_head_dim=128, chunk=256),
+        replace(GQA, num_heads=14, sinks=True),
+    )
+    rows, slots = 8, 1152
+
+    def abstract(shape: tuple[int, ...], *cut: str | None, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
+
+    def arrays(spec: AttentionSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        kv, heads = spec.num_kv_heads, "tensor"
+        return (
+            abstract((rows, 1, kv, spec.q_per_kv, spec.head_dim), "data", None, heads),
+            abstract((rows, kv, slots, spec.head_dim), "data", heads),
+            abstract((rows, kv, slots, spec.value_dim), "data", heads),
+            abstract((kv, spec.q_per_kv), heads),
+        )
+
+    def decode(of_layers: Any, query_positions: jax.Array, key_positions: jax.Array) -> list[jax.Array]:
+        return [
+            attend(
+                "splash_attention",
+                *(query, key, value),
+                query_positions,
+                key_positions,
+                spec,
+                sinks=sinks if spec.sinks else None,
+                context=context,
+            )
+            for spec, (query, key, value, sinks) in zip(specs, of_layers, strict=True)
+        ]
+
+    given = [arrays(spec) for spec in specs]
+    positions = [abstract((rows, size), "data", dtype="int32") for size in (1, slots)]
+    program = compile_for(topology, decode, given, *positions)
+    assert program.hlo_text.count("tpu_custom_call") == len(specs) and program.collectives == ()
+    caches = sum(array.size * 2 for layer in given for array in layer[1:3]) // len(topology.devices)
+    assert program.temp_bytes < caches // 8, "no cache is copied"
+
+
 def test_a_training_step_with_two_rows_on_a_device_fits_into_vmem() -> None:
     """With more rows than one the kernel holds two buffers of what it scales by, and training adds the residuals: on a
     v5p that left no room for 2,048 queries at once."""

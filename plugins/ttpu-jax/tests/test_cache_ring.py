@@ -104,9 +104,7 @@ def assert_equal(ours: np.ndarray, theirs: np.ndarray, begin: int = 0) -> None:
     ],
     ids=str,
 )
-def test_tokens_in_parts_equal_the_whole(
-    path: Path, reference: np.ndarray, lengths: list[int], stacked: bool
-) -> None:
+def test_tokens_in_parts_equal_the_whole(path: Path, reference: np.ndarray, lengths: list[int], stacked: bool) -> None:
     model = Model(path, stacked=stacked)
     assert_equal(model.in_parts(lengths, fresh=True), reference)
     assert_equal(model.in_parts(lengths, fresh=False), reference)

@@ -140,9 +140,12 @@ def test_on_several_devices_it_equals_the_reference_on_one(shape: tuple[int, int
         (GQA, replace(ON_CACHE, sequence_axes=("sequence",)), 1, 256, "whole cache"),
         (replace(GQA, alibi=AlibiSpec()), ON_CACHE, 1, 256, "ALiBi"),
         (GQA, ON_CACHE, 2, 256, "one query"),
+        (GQA, replace(ON_CACHE, of_stack=True), 1, 256, "would be copied"),
         (GQA, ON_CACHE, 1, 4097, "4,097 slots are not a multiple of 128"),
         (GQA, ON_CACHE, 1, 2000, None),
-        (GQA, replace(ON_CACHE, platform="tpu"), 1, 4096, None),
+        (GQA, replace(ON_CACHE, platform="tpu"), 1, 4096, "heads of 64 features"),
+        (replace(MQA, v_head_dim=96), replace(ON_CACHE, platform="tpu"), 1, 4096, "heads of 96 features"),
+        (MQA, replace(ON_CACHE, platform="tpu"), 1, 4096, None),
     ],
 )
 def test_what_it_does_not_serve(

@@ -93,7 +93,7 @@ class ScheduleEstimate:
     `seconds` counts kernels as no time. `seconds_with_kernels` counts them with the least time that the cost they state
     allows, during which copies and collectives in the background go on. `hbm_seconds` is what all bytes between HBM and
     the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
-    core's own reads have the whole bandwidth at once. `total_seconds` counts kernels with the shares of the chip's rates
+    core's own reads have the whole bandwidth at once. `total_seconds` counts kernels at the shares of the chip's rates
     that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and lets copies in the background and the core's own reads have
     half of the bandwidth each while both go on."""
 

@@ -90,7 +90,6 @@ class LayerCache:
             return self.key, self.value
         return self.key[layer_index], self.value[layer_index]
 
-
     def write_ring(
         self,
         key: jax.Array,

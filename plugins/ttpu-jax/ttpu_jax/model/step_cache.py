@@ -39,6 +39,7 @@ class TokenKeys:
         positions: [batch, keys].
         own: the keys are those of the step's own tokens, not of the slots of a cache.
         segments: [batch, keys], the sequence of each key where a row holds several; None where each row holds one.
+        of_stack: they are a layer's part of the keys of stacked layers.
     """
 
     key: jax.Array
@@ -46,6 +47,7 @@ class TokenKeys:
     positions: jax.Array
     own: bool = field(metadata={"static": True})
     segments: jax.Array | None = None
+    of_stack: bool = field(default=False, metadata={"static": True})
 
     @part(Part.ATTENTION)
     def attend(
@@ -87,6 +89,7 @@ class TokenKeys:
                 sequence_axes=placement.mesh_axes(axes.SEQUENCE, query.shape[1]),
                 platform=placement.platform,
                 own_keys=self.own,
+                of_stack=self.of_stack,
                 options=runtime.attention_options,
             ),
         )
@@ -250,22 +253,24 @@ class ContiguousCache:
         before: LayerCache = self.held
         if before.slots < self.slots:
             held = before.write_ring(key, value, self.slot, self.layer_index, fresh=self.fresh)
-            keys = self._in_ring(before, held, key, value)
         else:
             held = before.write(key, value, self.slot, self.layer_index)
-            keys = None if self.fresh else TokenKeys(*held.layer(self.layer_index), self.positions, own=False)
-        return replace(self, held=held), keys or TokenKeys(key, value, self.positions, own=True)
-
-    def _in_ring(self, before: LayerCache, held: LayerCache, key: jax.Array, value: jax.Array) -> TokenKeys | None:
-        """The keys and values of a ring, before and after the step's own, key and value [batch, kv_heads, seq, dim],
-        were written; None where queries attend to these only."""
         if self.fresh:
-            return None
+            return replace(self, held=held), TokenKeys(key, value, self.positions, own=True)
+        if before.slots < self.slots:
+            return replace(self, held=held), self._in_ring(before, held, key, value)
+        return replace(self, held=held), self._read(held, self.positions)
+
+    def _read(self, held: LayerCache, positions: jax.Array) -> TokenKeys:
+        """All keys and values of the layer, at positions [batch, slots]."""
+        return TokenKeys(*held.layer(self.layer_index), positions, own=False, of_stack=self.layer_index is not None)
+
+    def _in_ring(self, before: LayerCache, held: LayerCache, key: jax.Array, value: jax.Array) -> TokenKeys:
+        """The keys and values of a ring, before and after the step's own, key and value [batch, kv_heads, seq, dim],
+        were written."""
         first, seq = self.positions[:, :1], key.shape[-2]  # the first slot's
         if seq == 1:
-            return TokenKeys(
-                *held.layer(self.layer_index), first + slots_of_ring(held.slots, self.slot + 1)[None], own=False
-            )
+            return self._read(held, first + slots_of_ring(held.slots, self.slot + 1)[None])
         # The last of several tokens are written over what the first of them still see.
         slots = jnp.concatenate([slots_of_ring(held.slots, self.slot), self.slot + jnp.arange(seq)])
         both = (

@@ -168,4 +168,3 @@ def _kind(
     if objections:
         reason = f"{reason}; {'; '.join(objections)}"
     return KindChoice(kind, prefill, decode, reason)
-

@@ -28,6 +28,7 @@ class AttentionContext:
         platform: cpu, tpu or gpu.
         own_keys: True if the keys are those of the query tokens (training, or prefill into an empty cache); False if
             they are a cache.
+        of_stack: the keys are those of one layer of a stack, which XLA reads where they are, and a kernel would not.
         options: `attention_config`, as `canonical_options` returns it.
     """
 
@@ -37,6 +38,7 @@ class AttentionContext:
     sequence_axes: tuple[str, ...] = ()
     platform: str = "cpu"
     own_keys: bool = True
+    of_stack: bool = False
     options: Options = ()
 
 

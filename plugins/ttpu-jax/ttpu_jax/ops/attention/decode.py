@@ -30,10 +30,15 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
         return "it is a kernel for TPUs"
     if context.own_keys:
         return "it attends to a cache, not within a sequence"
+    if context.of_stack:
+        return "the keys of one of several stacked layers would be copied for it"
     if context.sequence_axes:
         return "it needs the whole cache on one device"
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
+    narrow = next((size for size in (spec.head_dim, spec.value_dim) if size % LANES), None)
+    if narrow is not None and context.platform == "tpu":  # where XLA lays caches of such heads out the other way
+        return f"caches of heads of {narrow} features, not a multiple of {LANES}, would be copied for it"
     if queries != 1:
         return "it takes one query of each row"
     if keys % LANES and keys > LARGEST_WHOLE:
