@@ -1,0 +1,85 @@
+"""Compiles the programs whose peak memory the planner's tests know again, writes what the compiler reports of them to
+plugins/ttpu-plan/tests/plan_peaks.json, and the tables of docs/planner.md with it. Nothing runs on a TPU. Programs of
+generate() and training alone; an engine's steps are those of `ttpu compile`.
+
+    python benchmarks/plan_peaks.py --task decode
+    python benchmarks/plan_peaks.py --model gemma --task prefill --processes 4"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PEAKS, DOCS = ROOT / "plugins/ttpu-plan/tests/plan_peaks.json", ROOT / "docs/planner.md"
+COMPILED = ("published", "unseen")
+DOCUMENTED = ("served", "published", "unseen", "shortened")
+
+
+def peak_of(row: dict[str, Any]) -> int:
+    """The peak memory of one device that the compiler reports of a program."""
+    from importlib.util import find_spec
+
+    from ttpu_core.config import ModelConfig
+    from ttpu_core.registry import default_registry
+    from ttpu_jax.aot.report import compile_report
+
+    package, _, rest = row["config"].partition("/")
+    found = find_spec(package)
+    assert found is not None and found.origin is not None
+    architecture = default_registry().architecture(ModelConfig.from_file(Path(found.origin).parent / rest))
+    known = {name: row[name] for name in ("task", "batch", "context", "layers", "mesh")}
+    return compile_report(architecture, row["topology"], **known).peak_bytes
+
+
+def written(peaks: dict[str, Any]) -> str:
+    """The file's text: one line for each program."""
+    parts = [f' "about": {json.dumps(peaks["about"])}']
+    for name, rows in peaks.items():
+        if name != "about":
+            parts.append(f' "{name}": [\n' + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def document(peaks: dict[str, Any]) -> None:
+    """Write the compiler's figures, the planner's and their difference into the tables."""
+    sys.path.insert(0, str(PEAKS.parent))
+    from test_plan_memory import predicted
+
+    rows = iter([row for name in DOCUMENTED for row in peaks[name]])
+    lines = DOCS.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if not line.endswith("% |\n"):
+            continue
+        row, cells = next(rows), line.split("|")
+        found, compiled = predicted(row).of_program / 2**30, row["peak_bytes"] / 2**30
+        cells[-4:-1] = [f" {found:.2f} ", f" {compiled:.2f} ", f" {found / compiled - 1:+.1%} "]
+        lines[number] = "|".join(cells)
+    DOCS.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=("decode", "prefill", "train"), help="of these alone")
+    parser.add_argument("--model", default="", help="whose name contains this alone")
+    parser.add_argument("--processes", type=int, default=2)
+    asked = parser.parse_args()
+    peaks = json.loads(PEAKS.read_text(encoding="utf-8"))
+    rows = [row for name in COMPILED for row in peaks[name]]
+    rows = [row for row in rows if asked.task in (None, row["task"]) and asked.model in row["model"]]
+    with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
+        for row, peak in zip(rows, pool.map(peak_of, rows), strict=True):
+            print(f"{row['model']} {row['task']} {row['topology']}: {row['peak_bytes']:,} → {peak:,}", flush=True)
+            row["peak_bytes"] = peak
+    PEAKS.write_text(written(peaks), encoding="utf-8")
+    document(peaks)
+
+
+if __name__ == "__main__":
+    main()
