@@ -68,8 +68,11 @@ class Traffic:
     def _of_custom_call(self, call: Instruction, made: Mapping[str, Instruction]) -> int:
         if _NO_WORK.search(call.attributes):
             return 0
-        if call.stated_cost is not None:
-            return call.stated_cost[1]
+        if call.stated_cost is not None:  # of which operands that a copy has fetched are read elsewhere
+            fetched = sum(
+                sum(made[name].arrays) - in_hbm(made[name].shape) for name in set(call.operand_names) if name in made
+            )
+            return max(0, call.stated_cost[1] - fetched)
         return self._operands(call, made) + in_hbm(call.shape)
 
     def _operands(self, instruction: Instruction, made: Mapping[str, Instruction]) -> int:

@@ -272,8 +272,9 @@ class _Walk:
         known = self.kernels.get(kernel.name.partition(".")[0]) if self.kernels else None
         if self.traffic is None or known is not None or roofline is None:
             clocks.work(known or roofline or 0.0)
-        else:
-            clocks.work(self._roofline(kernel, KERNEL_FLOPS, KERNEL_BANDWIDTH) or 0.0, self._in_hbm(kernel, clocks))
+            return
+        in_hbm = self._in_hbm(kernel, clocks)
+        clocks.work(max(self._flops_seconds(kernel) / KERNEL_FLOPS, in_hbm / KERNEL_BANDWIDTH), in_hbm)
 
     def _in_hbm(self, instruction: Instruction, clocks: _Clocks) -> float:
         """Seconds of HBM's whole bandwidth that an instruction's own reads and writes take."""
@@ -281,16 +282,18 @@ class _Walk:
             return 0.0
         return self.traffic.moved(instruction, clocks.made) / self.chip.hbm_bytes_per_second
 
-    def _roofline(self, kernel: Instruction, of_flops: float = 1.0, of_bandwidth: float = 1.0) -> float | None:
-        """The least time of a kernel at a share of the chip's rates; None where its cost is not known."""
+    def _roofline(self, kernel: Instruction) -> float | None:
+        """The least time of a kernel; None where its cost is not known."""
+        cost = kernel.stated_cost or known_cost(kernel)
+        return None if cost is None else max(self._flops_seconds(kernel), cost[1] / self.chip.hbm_bytes_per_second)
+
+    def _flops_seconds(self, kernel: Instruction) -> float:
+        """What the FLOPs of a kernel take at the chip's rate."""
         chip, stated = self.chip, kernel.stated_cost
-        cost = stated or known_cost(kernel)
-        if cost is None:
-            return None
-        flops, moved = cost
+        flops, _ = stated or known_cost(kernel) or (0, 0)
         # Those that state their cost may multiply numbers of any kind.
         rate = chip.bf16_flops if stated is None else max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
-        return max(flops / (rate * of_flops), moved / (chip.hbm_bytes_per_second * of_bandwidth))
+        return flops / rate
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":
