@@ -13,13 +13,13 @@ class Verification:
     Args:
         task: the program's task.
         peak_bytes: peak memory on one device; None if the compiler refused the program.
-        seconds: estimate from the compiler's schedule, suitable for comparing programs. Kernels count as no time.
+        seconds: estimate from the compiler's schedule, suitable for comparing programs.
         collectives: kind of collective, number of executions, and bytes of all results on one device.
         compile_seconds: duration of the compilation.
         compiler: name and version of the compiler.
         refused: the reason for a refusal, else "".
         cached: whether the result comes from the cache.
-        kernel_seconds: the least time of the kernels that state their FLOPs and bytes.
+        kernel_seconds: the least time of kernels that `seconds` counts as no time.
     """
 
     task: str

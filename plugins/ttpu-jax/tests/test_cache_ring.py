@@ -19,6 +19,7 @@ from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.model.cache import KVCache, LayerCache, empty_cache
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.ops.attention import AttentionContext
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.placement import local_placement
 
@@ -115,9 +116,39 @@ def test_chunks_too(path: Path) -> None:
     assert_equal(model.in_parts([RING + 5, 20, *[1] * 33], fresh=True), model.logits())
 
 
-def test_a_sharded_ring_too(path: Path, reference: np.ndarray) -> None:
-    model = Model(path, "data=1,tensor=2", stacked=True)
+@pytest.mark.parametrize("mesh", ["data=1,tensor=2", "data=1,sequence=4"])
+def test_a_sharded_ring_too(path: Path, reference: np.ndarray, mesh: str) -> None:
+    model = Model(path, mesh, stacked=True)
     assert_equal(model.in_parts([40, 30, *[1] * 20], fresh=True), reference)
+
+
+def test_attention_is_told_that_a_cache_is_sharded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is one query, which is not: a kernel would gather the cache."""
+    from ttpu_jax.model import step_cache
+
+    contexts: list[AttentionContext] = []
+
+    def attend(name: str, *arrays: Any, context: AttentionContext, **options: Any) -> Any:
+        contexts.append(context)
+        return step_cache.attention_ops.eager(*arrays, context=context, **options)
+
+    monkeypatch.setattr(step_cache.attention_ops, "attend", attend)
+    model = Model(path, "data=1,sequence=4")
+    _, cache = model.read(model.cache(), 0, 40, fresh=True)
+    assert {(one.own_keys, one.sequence_axes) for one in contexts} == {(True, ("sequence",))}
+    contexts.clear()
+    model.read(cache, 40, 41)
+    assert {(one.own_keys, one.sequence_axes) for one in contexts} == {(False, ("sequence",))}
+
+
+@pytest.mark.parametrize("second", [20, 40])
+def test_the_last_token_of_a_later_part_alone(path: Path, reference: np.ndarray, second: int) -> None:
+    """The last layer has one query then, and several keys that are new."""
+    model = Model(path)
+    _, cache = model.read(model.cache(), 0, 40, fresh=True)
+    last = jax.jit(lambda params, tokens, cache: model.model.forward(params, tokens, cache=cache, last_only=True)[0])
+    end = 40 + second
+    assert_equal(np.asarray(last(model.params, TOKENS[:, 40:end], cache)), reference[:, end - 1 : end], end - 1)
 
 
 def test_a_ring_is_smaller_than_the_context(path: Path) -> None:

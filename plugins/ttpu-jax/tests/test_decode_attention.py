@@ -106,6 +106,17 @@ def test_in_bfloat16_it_is_as_near_as_bfloat16_is() -> None:
     assert np.abs(ours - exact).max() <= 1.5 * np.abs(theirs - exact).max() + 2**-9 * np.abs(exact).max()
 
 
+def test_a_cache_of_another_dtype_than_the_query() -> None:
+    case = CASES["one key head"]
+    arrays = {name: array for name, array in case.arrays().items() if name not in ("sinks", "segment_ids")}
+    arrays |= {name: arrays[name].astype(jnp.bfloat16) for name in ("key", "value")}
+    ours, theirs = (
+        attend(name, *arrays.values(), case.spec, context=ON_CACHE) for name in ("decode_attention", "eager")
+    )
+    assert ours.dtype == theirs.dtype == jnp.float32
+    assert np.abs(ours - theirs).max() <= 2**-7 * np.abs(theirs).max()
+
+
 def test_blocks_that_no_query_sees_are_not_computed() -> None:
     """What is not a number there, as in memory that nobody wrote, does not come into the result."""
     case = Case(replace(GQA, window=70), left=(0,))

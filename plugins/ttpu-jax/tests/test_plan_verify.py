@@ -64,7 +64,7 @@ class Compiler:
     def __call__(self, architecture: Architecture, topology: str, **options: Any) -> Any:
         self._note({"topology": topology, "formats": architecture.spec.kernel_formats, **options})
         one = type("One", (), {"op": "all-reduce", "count": 5, "result_bytes": 640})()
-        report = {"task": options["task"], "peak_bytes": 2**20, "predicted_seconds": 0.5, "compile_seconds": 2.0}
+        report = {"task": options["task"], "peak_bytes": 2**20, "total_seconds": 0.5, "compile_seconds": 2.0}
         return type("Report", (), {**report, "collectives": (one,), "kernel_seconds": 0.25})()
 
     def step(

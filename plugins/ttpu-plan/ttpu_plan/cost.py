@@ -23,6 +23,7 @@ from ttpu_core.spec.arithmetic import (
     attended_tokens,
     attention_flops,
     expert_shares,
+    kept_slots,
     kv_elements,
     product_flops,
 )
@@ -249,7 +250,9 @@ class _Program:
             reach, decoding = attended_tokens(mixer, seen), self.workload.step.sequences
             read = max(0, tokens - decoding)
             return attention_flops(heads, mixer, decoding * reach + read * min(reach, (read + 1) / 2))
-        if self.workload.task != "decode":
+        if self.workload.task == "decode":
+            seen = kept_slots(mixer, seen)
+        else:
             reach = attended_tokens(mixer, seen)
             seen = reach - reach // 2 if mixer.causal and reach == seen else reach
         return attention_flops(heads, mixer, rows * tokens * seen)

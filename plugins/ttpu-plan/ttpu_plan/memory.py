@@ -100,7 +100,8 @@ def _inference(model: ModelShards, workload: Workload, chip: Chip | None) -> Mem
     logits = 2 * tiled_bytes((rows, model.head.gathered[0]), 32)
     activations = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
     if workload.task == "decode":
-        # Scores of attention without a kernel: float32 logits and their softmax, over all slots.
+        # Scores of attention without a kernel, as some layers have it: float32 logits and their softmax, over all slots
+        # that are kept.
         activations += max((_scores(model, kind.layer, workload) for kind in model.layers), default=0)
     activations += STREAMS * rows * tokens * model.spec.hidden_size * item
     return MemoryEstimate(

@@ -271,7 +271,7 @@ class _Walk:
     def _kernel(self, kernel: Instruction, clocks: _Clocks, roofline: float | None) -> None:
         known = self.kernels.get(kernel.name.partition(".")[0]) if self.kernels else None
         if self.traffic is None or known is not None or roofline is None:
-            clocks.work(known or roofline or 0.0)
+            clocks.work(known if known is not None else roofline or 0.0)
             return
         in_hbm = self._in_hbm(kernel, clocks)
         clocks.work(max(self._flops_seconds(kernel) / KERNEL_FLOPS, in_hbm / KERNEL_BANDWIDTH), in_hbm)

@@ -72,6 +72,7 @@ class TokenKeys:
             [batch, seq, kv_heads, q_per_kv, value_dim].
         """
         placement, segments = runtime.placement, self.segments
+        sequence = query.shape[1] if self.own else self.key.shape[2]  # whichever may be sharded
         return attention_ops.attend(
             runtime.attention,
             query,
@@ -86,7 +87,7 @@ class TokenKeys:
                 mesh=placement.mesh,
                 batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
                 head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
-                sequence_axes=placement.mesh_axes(axes.SEQUENCE, query.shape[1]),
+                sequence_axes=placement.mesh_axes(axes.SEQUENCE, sequence),
                 platform=placement.platform,
                 own_keys=self.own,
                 of_stack=self.of_stack,

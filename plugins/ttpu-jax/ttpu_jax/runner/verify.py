@@ -133,8 +133,7 @@ def _of_report(architecture: Architecture, plan: Plan, workload: Workload) -> Ve
     return Verification(
         task=report.task,
         peak_bytes=report.peak_bytes,
-        seconds=report.predicted_seconds,
-        kernel_seconds=report.kernel_seconds,
+        seconds=report.total_seconds,
         collectives=tuple((one.op, one.count, one.result_bytes) for one in report.collectives),
         compile_seconds=report.compile_seconds,
         compiler=_compiler(),

@@ -112,7 +112,7 @@ def choose(
         reason = "the default on a TPU" if served else "the reference implementation, compiled by XLA"
     kinds = tuple(dict.fromkeys(_kind(*found, chosen, context, reason) for found in mixers))
     if asked not in (AUTO, REFERENCE.name) and not any(chosen.name in (kind.prefill, kind.decode) for kind in kinds):
-        why = chosen.serves(mixers[0][1], context, LENGTH, LENGTH) if mixers else "its mixers are of other kinds"
+        why = _objection(chosen, mixers[0][1], context) if mixers else "its mixers are of other kinds"
         raise UnsupportedError(
             f"attention implementation {asked!r} was asked for, but it serves no layer of this model on a {platform} "
             f"({why}): use auto or {REFERENCE.name}."
@@ -152,6 +152,13 @@ def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec, bool] | None:
         return None
     dim = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
     return mixer.kind, AttentionSpec(mixer.num_heads, mixer.num_heads, dim, v_head_dim=mixer.v_head_dim), True
+
+
+def _objection(chosen: Implementation, mixer: AttentionSpec, context: AttentionContext) -> str | None:
+    """Why an implementation serves a layer neither in prefill nor in decode; the same reason is not given twice."""
+    of_cache = replace(context, own_keys=False)
+    found = chosen.serves(mixer, context, LENGTH, LENGTH), chosen.serves(mixer, of_cache, 1, LENGTH)
+    return "; ".join(dict.fromkeys(why for why in found if why)) or None
 
 
 def _kind(

@@ -20,8 +20,8 @@ from ttpu_jax.ops.attention.reference import MASKED, SegmentIds, visibility
 
 BLOCK_BYTES = 2**19
 """Of the keys of all heads in one block; two blocks of keys and two of values are in VMEM at once."""
-LARGEST_WHOLE = 2048
-"""Slots of a cache that may be one block, where they are not a multiple of 128."""
+LARGEST_WHOLE = 4 * BLOCK_BYTES
+"""Of the keys of a cache that may be one block, where its slots are not a multiple of 128."""
 
 
 def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
@@ -41,7 +41,7 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
         return f"caches of heads of {narrow} features, not a multiple of {LANES}, would be copied for it"
     if queries != 1:
         return "it takes one query of each row"
-    if keys % LANES and keys > LARGEST_WHOLE:
+    if keys % LANES and keys * spec.num_kv_heads * max(spec.head_dim, spec.value_dim) * 4 > LARGEST_WHOLE:
         return f"{keys:,} slots are not a multiple of {LANES}"
     return None
 
