@@ -338,6 +338,7 @@ def run(asked: argparse.Namespace, url: str, pid: int) -> tuple[list[dict[str, A
         httpx.post(f"{url}{path}", content=body, headers=headers, timeout=120)
     measure([], asked.seconds)
     if asked.mixture:
+        measure([COMPANY, COMPANY], asked.seconds)  # what as many honest clients as in a mixture cost
         end = time.monotonic() + asked.mixture
         while time.monotonic() < end:
             measure(random.sample(ATTACKS, 2), min(30, max(end - time.monotonic(), 5)))
