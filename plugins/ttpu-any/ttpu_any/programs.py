@@ -145,7 +145,9 @@ class StockPrograms(Programs):
         """The length that prompts are padded to; `longest` is that of the longest one."""
         return prompt_bucket(longest) if self.manner.pads else longest
 
-    def start(self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None) -> Any:
+    def start(
+        self, starts: np.ndarray, prompt_end: int, slots: int, seen: np.ndarray | None = None, *, rewound: int = 0
+    ) -> Any:
         """The batch that `prefill` begins with; a stock model makes its own cache.
 
         Args:
@@ -153,6 +155,7 @@ class StockPrograms(Programs):
             prompt_end: not used.
             slots: of the cache.
             seen: [batch, vocab], how often the prompt has each token, or None.
+            rewound: not used: no tokens are taken back from such a cache.
 
         Raises:
             UnsupportedError: prompts of different lengths, for a model that cannot be padded.

@@ -104,10 +104,9 @@ def test_a_file_expires(server: Running, client: Any, monkeypatch: pytest.Monkey
     expires: Any = {"anchor": "created_at", "seconds": 3600}
     file = client.files.create(file=("in.jsonl", b"{}"), purpose="batch", expires_after=expires)
     assert file.expires_at == file.created_at + 3600
-    now = time.time()
-    monkeypatch.setattr(file_store.time, "time", lambda: now + 3599)
+    monkeypatch.setattr(file_store.time, "time", lambda: file.created_at + 3599.0)
     client.files.retrieve(file.id)
-    monkeypatch.setattr(file_store.time, "time", lambda: now + 3601)
+    monkeypatch.setattr(file_store.time, "time", lambda: file.created_at + 3601.0)
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
     assert not list(folder_of(server).iterdir())
