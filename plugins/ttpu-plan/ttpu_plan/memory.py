@@ -318,9 +318,10 @@ def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload)
     """Return the shape on one device and the bits per element, scales included, of each array in a layer's cache."""
     batch, slots, mixer = workload.batch, workload.context, layer.mixer
     if isinstance(mixer, AttentionSpec) and mixer.kv_from_layer is None:
-        kept = kept_slots(mixer, slots) if workload.step is None else slots  # pages are counted by what is attended to
+        # Of pages, what is attended to is counted elsewhere.
+        tokens = kept_slots(mixer, slots) if workload.step is None else slots
         for dim in (mixer.head_dim, mixer.value_dim):
-            shape = (batch, mixer.num_kv_heads, kept, dim)
+            shape = (batch, mixer.num_kv_heads, tokens, dim)
             yield model.local_shape(CACHE_AXES, shape), cached_bits(workload.cache_dtype, dim)
     for state in (state for mixer in layer.mixers for state in mixer.state):
         sizes = (slots if axis == axes.SEQUENCE else size for size, axis in zip(state.shape, state.axes, strict=True))

@@ -99,18 +99,25 @@ class LayerCache:
         *,
         fresh: bool = False,
     ) -> LayerCache:
-        """Return the cache, a ring, with the newest of new tokens in it. Arguments are those of `write`; where the
-        cache is `fresh`, the slot is 0."""
+        """Return the cache, a ring, with the newest of new tokens in it.
+
+        Args:
+            key: [batch, kv_heads, seq, head_dim].
+            value: [batch, kv_heads, seq, value_dim].
+            slot: int32 scalar, the slot of the first new token.
+            layer_index: scalar, the index among stacked layers; None where layers are not stacked.
+            fresh: the cache is empty, and the slot is 0.
+        """
         seq, size = key.shape[-2], self.slots
         if seq == 1 or (fresh and seq <= size):
             return self.write(key, value, slot % size, layer_index)
         if fresh:
-            rings = (jnp.roll(new[..., -size:, :], seq % size, axis=-2) for new in (key, value))
-            return self.write(*rings, slot, layer_index)
+            rings = [jnp.roll(new[..., -size:, :], seq % size, axis=-2) for new in (key, value)]
+            return self.write(rings[0], rings[1], slot, layer_index)
         newest = slots_of_ring(size, slot + seq)
         kept = zip(self.layer(layer_index), (key, value), strict=True)
-        rings = (_renewed(before, new.astype(before.dtype), newest - slot) for before, new in kept)
-        return self.write(*rings, jnp.zeros((), slot.dtype), layer_index)
+        rings = [_renewed(before, new.astype(before.dtype), newest - slot) for before, new in kept]
+        return self.write(rings[0], rings[1], jnp.zeros((), slot.dtype), layer_index)
 
 
 def slots_of_ring(size: int, end: jax.Array) -> jax.Array:

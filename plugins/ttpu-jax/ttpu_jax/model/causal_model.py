@@ -70,10 +70,17 @@ class DecoderModel:
     def empty_cache(
         self, batch: int, slots: int, dtype: np.dtype[Any], *, rewound: int = REWOUND, abstract: bool = False
     ) -> KVCache:
-        """Make a contiguous cache of zeros for `batch` rows of `slots` tokens, of which the newest `rewound` can be
-        taken back; with `abstract`, only its shapes."""
-        given = {"rewound": rewound, "stacked": self.stacked, "abstract": abstract}
-        return empty_cache(self.spec, batch, slots, self.runtime.placement, dtype, **given)
+        """Make a contiguous cache of zeros.
+
+        Args:
+            batch: number of rows.
+            slots: number of tokens that each row can hold.
+            dtype: of keys and values, and of states whose spec names no dtype.
+            rewound: newest tokens that can be taken back.
+            abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
+        """
+        spec, placement, stacked = self.spec, self.runtime.placement, self.stacked
+        return empty_cache(spec, batch, slots, placement, dtype, rewound=rewound, stacked=stacked, abstract=abstract)
 
     def empty_paged_cache(
         self,

@@ -274,11 +274,11 @@ class ContiguousCache:
             return self._read(held, first + slots_of_ring(held.slots, self.slot + 1)[None])
         # The last of several tokens are written over what the first of them still see.
         slots = jnp.concatenate([slots_of_ring(held.slots, self.slot), self.slot + jnp.arange(seq)])
-        both = (
+        keys, values = (
             jnp.concatenate([kept, new.astype(kept.dtype)], axis=-2)
             for kept, new in zip(before.layer(self.layer_index), (key, value), strict=True)
         )
-        return TokenKeys(*both, first + slots[None], own=False)
+        return TokenKeys(keys, values, first + slots[None], own=False)
 
     @part(Part.ATTENTION)
     def attend_latents(
