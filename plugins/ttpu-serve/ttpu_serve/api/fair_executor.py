@@ -5,23 +5,27 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ttpu_serve.api.client_pace import ProcessorPace
+
 
 class FairExecutor:
     """Runs calls in one thread. Each client has a queue of its own, and the thread takes one call from each queue in
     turn, so that a client with many calls delays the others by one call at most. Of a client's calls the smallest comes
-    first."""
+    first. With a pace, the calls of a client who took more than its share of the processors wait."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pace: ProcessorPace | None = None) -> None:
         """
         Args:
             name: of the thread, which starts with the first call.
+            pace: of clients, which other executors may share; None lets nobody wait.
         """
-        self._name = name
+        self._name, self._pace = name, pace
         self._queues: OrderedDict[str, list[tuple[int, int, Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._numbers = itertools.count()  # of calls, in their order
         self._changed = threading.Condition()
@@ -62,25 +66,41 @@ class FairExecutor:
 
     def _run(self) -> None:
         while (taken := self._next()) is not None:
-            future, work = taken
+            client, future, work = taken
             if not future.set_running_or_notify_cancel():
                 continue
+            began = time.monotonic()
             try:
                 result = work()
             except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+            if self._pace is not None:
+                self._pace.worked(client, time.monotonic() - began)
             del taken, future, work  # a thread that waits holds no prompt
 
-    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _next(self) -> tuple[str, Future[Any], Callable[[], Any]] | None:
         with self._changed:
-            while not self._queues:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            client, queued = self._queues.popitem(last=False)
-            _, _, future, work = heapq.heappop(queued)
-            if queued:
-                self._queues[client] = queued  # behind the others
-            return future, work
+            while not self._closed:
+                client, seconds = self._whose_turn()
+                if client is None or seconds > 0:
+                    self._changed.wait(seconds or None)
+                    continue
+                queued = self._queues.pop(client)
+                _, _, future, work = heapq.heappop(queued)
+                if queued:
+                    self._queues[client] = queued  # behind the others
+                return client, future, work
+            return None
+
+    def _whose_turn(self) -> tuple[str | None, float]:
+        """Return the client who may go on first, and the seconds after which it may."""
+        found, least = None, 0.0
+        for client in self._queues:
+            seconds = 0.0 if self._pace is None else self._pace.wait(client)
+            if seconds == 0:
+                return client, 0.0
+            if found is None or seconds < least:
+                found, least = client, seconds
+        return found, least

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ttpu_core.errors import TTPUError
 from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_serve.api.client_pace import ProcessorPace
 from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.guided.grammar import content_of, key_of
 from ttpu_serve.guided.matchers import SlowGrammarError
@@ -52,7 +53,8 @@ class GuideQueue:
             guides: what compiles them.
         """
         self._guides = guides
-        self._quick, self._slow = FairExecutor("ttpu-guides"), FairExecutor("ttpu-guides-slow")
+        pace = ProcessorPace()
+        self._quick, self._slow = FairExecutor("ttpu-guides", pace), FairExecutor("ttpu-guides-slow", pace)
         self._running: dict[bytes, _Compilation] = {}
         self._refusal: TTPUError | None = None
 

@@ -18,6 +18,7 @@ from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
+from ttpu_serve.execution.guide_follower import GuideFollower
 from ttpu_serve.execution.inbox import Inbox
 from ttpu_serve.execution.input_processor import InputProcessor, PromptInput
 from ttpu_serve.execution.prompt_outputs import read_prompts
@@ -83,6 +84,7 @@ class EngineCore:
         self.model_name, self.stop_ids, self.model = model_name, stop_ids, model
         self.speculation = speculation or Speculation()
         self.overlap, self.costs = overlap, costs
+        self._followed = GuideFollower(guides)
         self.max_model_len = self.input_processor.max_model_len
         self.vocab_size = self.input_processor.vocab_size
         self.guides = self.input_processor.guides
@@ -100,6 +102,7 @@ class EngineCore:
         self._taking: list[SequenceOutput] = []  # whose tokens the scheduler is not told of yet
         self._steps = self._requests = self._prompt_tokens = self._output_tokens = 0
         self._device_seconds, self._busy_since = 0.0, 0.0
+        self._step_seconds = 0.0  # of the last steps
 
     # -- requests --
 
@@ -150,6 +153,7 @@ class EngineCore:
             self._outputs[name] = output
             if output.guide is not None or (output.rules is not None and output.rules.follows_output):
                 self._following[name] = output
+                output.guide_beside = self._followed.beside and not self._synchronous
             if output.guide is not None or output.rules is not None or output.wants_prompt:
                 self._special.add(name)
         self._children[request_id] = [output.request.id for output in made]
@@ -214,15 +218,19 @@ class EngineCore:
         return [delta for delta in deltas if delta.request_id not in self.inboxes]
 
     def _advance(self, deltas: list[OutputDelta]) -> None:
-        synchronous = not self.overlap or self._waits_for_tokens()
+        synchronous = self._synchronous
         while synchronous and self._in_flight:
             self._collect(deltas)
+        if self._followed:
+            self._take_followed(deltas)
         self.speculation.propose(self._outputs.values())
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
             self._dispatch(scheduled)
         if self._in_flight and (synchronous or scheduled is None or len(self._in_flight) > 1):
             self._collect(deltas)
+        elif scheduled is None and self._followed:
+            self._take_followed(deltas, idle=True)
 
     def end_failed(self, error: Exception) -> None:
         """End the requests of the step that raised last; the next `step` returns their deltas."""
@@ -254,10 +262,25 @@ class EngineCore:
         self._steps_for.reset()
         self.speculation.forget(live)
 
-    def _waits_for_tokens(self) -> bool:
-        """Whether the next step depends on the previous step's tokens, as guides, bad words and drafts do."""
-        following = (output.request.status is Status.RUNNING for output in self._following.values())
-        return self.speculation.proposer is not None or any(following)
+    @property
+    def _synchronous(self) -> bool:
+        """Whether every step waits for the tokens of the one before it, as drafts do."""
+        return not self.overlap or self.speculation.proposer is not None
+
+    def _take_followed(self, deltas: list[OutputDelta], *, idle: bool = False) -> None:
+        """Let outputs go on, or end, whose guides are done. `idle`: nothing else can run."""
+        for output in self._followed.done(self._step_seconds, idle=idle):
+            output.take_followed()
+            self._go_on(output, deltas)
+
+    def _go_on(self, output: SequenceOutput, deltas: list[OutputDelta]) -> None:
+        """Return what is new of an output, and end it or let it take part in the next step."""
+        self._tell(output, deltas)
+        if output.finished:
+            self.scheduler.finish(output.request, output.finish_reason or "stop")
+            self._close(output)
+        elif output.request.id in self._following:
+            self.scheduler.release(output.request)
 
     def _dispatch(self, scheduled: ScheduledStep) -> None:
         self._failed = scheduled.requests
@@ -278,6 +301,10 @@ class EngineCore:
         if self.costs is not None:
             self.costs.count(scheduled)
         self._steps += 1
+        if self._following:  # whose next token depends on this step's: they sit out until it is known
+            for request, samples in zip(scheduled.requests, scheduled.samples.tolist(), strict=True):
+                if samples and request.id in self._following:
+                    self.scheduler.hold(request)
         self._failed = ()
 
     def _collect(self, deltas: list[OutputDelta]) -> None:
@@ -288,6 +315,7 @@ class EngineCore:
         values = done.in_flight.read()
         now = time.perf_counter()
         self._device_seconds += now - self._busy_since
+        self._step_seconds += (now - self._busy_since - self._step_seconds) / 8
         self._busy_since = now
         outputs = [self._live(request) for request in scheduled.requests]
         if done.step.hidden:
@@ -314,10 +342,11 @@ class EngineCore:
         if self.speculation.wants_hidden and done.step.hidden:
             self.speculation.observe(scheduled, done.in_flight, kept)
         for output in changed:
-            self._tell(output, deltas)
-            if output.finished:
-                self.scheduler.finish(output.request, output.finish_reason or "stop")
-                self._close(output)
+            if output.guide_beside and not output.finished and output.guide is not None:
+                self._tell(output, deltas)
+                self._followed.follow(output)
+            else:
+                self._go_on(output, deltas)
         self._failed = ()
 
     def _live(self, request: Request) -> SequenceOutput | None:
@@ -472,6 +501,7 @@ class EngineCore:
             self.runner.release()
             if self.speculation.proposer is not None:
                 self.speculation.proposer.close()
+        self._followed.close()
         self.guides.close()
         self.closed = True
 
@@ -499,6 +529,7 @@ class EngineCore:
     def _forget(self, child: str, request: Request | None) -> None:
         self._outputs.pop(child, None)
         self._following.pop(child, None)
+        self._followed.forget(child)
         self._special.discard(child)
         if request is not None:
             self.speculation.forget([request])

@@ -47,6 +47,7 @@ class SequenceOutput:
         self.error_kind: ErrorKind = "engine"
         self.rules: Rules | None = None
         self.guide: GuideState | None = None
+        self.guide_beside = False  # it is told tokens later, except the last one that there may be
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.broken = ""  # why the engine cannot go on with it
         self.embedding: np.ndarray | None = None
@@ -80,12 +81,24 @@ class SequenceOutput:
                         self._new_text += self.text.stopped_by
                     self._end("stop")
                     return number + 1
-            if self.guide is not None and self._guide_ends(token):
-                return number + 1
-            if generated >= self.request.max_output:
+            last = generated >= self.request.max_output
+            if self.guide is not None and (last or not self.guide_beside):
+                self._follow_guide(self.guide.advance([token]))
+                if self.finished:
+                    return number + 1
+            if last:
                 self._end("length")
                 return number + 1
         return len(tokens)
+
+    def take_followed(self) -> None:
+        """Note what a guide beside says of the newest token; sets `finish_reason` if the sequence ended."""
+        try:
+            assert self.guide is not None
+            self._follow_guide(self.guide.followed())
+        except Exception as error:
+            self.break_by(error)
+            self.fail(self.broken)
 
     def break_by(self, error: Exception) -> None:
         """Note that the engine met an error that concerns this sequence alone, which then ends."""
@@ -178,17 +191,14 @@ class SequenceOutput:
             tops = top_tokens[row], top_logprobs[row]
             self.prompt_logprobs.append(self.logprobs_of(token, float(logprobs[row]), *tops, count))
 
-    def _guide_ends(self, token: int) -> bool:
+    def _follow_guide(self, taken: int) -> None:
         guide = self.guide
         assert guide is not None
-        if guide.advance([token]) == 0:
+        if taken == 0:
             reason = guide.error or "the output left its grammar, which is an error of this engine: report it."
             self.fail(reason, guide.fault)
-            return True
-        if guide.finished:
+        elif guide.finished:
             self._end("stop")
-            return True
-        return False
 
     def _end(self, reason: str) -> None:
         if self.text is not None and not self.text.stopped:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from concurrent.futures import Executor, Future
 from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
@@ -98,7 +99,9 @@ class GuideFactory:
             if compiled.error is not None:
                 raise RequestError(compiled.error)
             assert compiled.matcher is not None
-            return Guide(self, compiled.matcher)
+            if compiled.first is None:  # here, so that no output waits for it
+                compiled.first = Guide(self, compiled.matcher).prepare()
+            return Guide(self, compiled.matcher, compiled.first)
 
     def is_compiled(self, guided: GuidedDecoding) -> bool:
         """Whether `compile` would return, or refuse, at once.
@@ -141,11 +144,12 @@ class GuideFactory:
 
 
 class _Compiled:
-    """A grammar's matcher at its start, or the reason why there is none."""
+    """A grammar's matcher at its start and the mask there, or the reason why there is none."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.matcher: Matcher | None = None
+        self.first: np.ndarray | None = None
         self.error: str | None = None
 
 
@@ -156,9 +160,16 @@ class Guide:
     write. Then only the end of sequence is allowed, and the output is not a match.
     """
 
-    def __init__(self, factory: GuideFactory, start: Matcher) -> None:
+    def __init__(self, factory: GuideFactory, start: Matcher, first: np.ndarray | None = None) -> None:
+        """
+        Args:
+            factory: of the tokenizer and the model.
+            start: the matcher at the start of an output, which stays there.
+            first: the mask there, uint32 [words], or None where it is not known.
+        """
         self.factory = factory
-        self._start = start
+        self._start, self._first = start, first
+        self._prepared = first  # the mask at this position, if it is known
         self._matcher = start.deep_copy()
         self._tokens: list[int] = []
         self._ends = 0  # how many of the last of them are ends of sequence, which the matcher is not told of
@@ -172,10 +183,21 @@ class Guide:
 
     def begin(self) -> Guide:
         """Return another guide at the start of an output of the same grammar."""
-        return Guide(self.factory, self._start)
+        return Guide(self.factory, self._start, self._first)
+
+    def prepare(self) -> np.ndarray | None:
+        """Compute the mask that `fill` gives at this position; return it, or None if the output cannot continue."""
+        if self._prepared is None:
+            mask = np.empty(self.factory.words, np.uint32)
+            self.fill(mask)
+            self._prepared = None if self.error is not None else mask
+        return self._prepared
 
     def fill(self, mask: np.ndarray) -> None:
         """Fill `mask`, uint32 [words], with the allowed next tokens: bit i % 32 of word i // 32 stands for token i."""
+        if self._prepared is not None:
+            mask[:] = self._prepared
+            return
         if self.finished:
             mask[:] = self.factory.stop_mask
             return
@@ -199,12 +221,14 @@ class Guide:
                 self.error = self._reason()
             return False
         self._tokens.append(token)
+        self._prepared = None
         return True
 
     def rollback(self, count: int) -> None:
         """Remove the last `count` accepted tokens."""
         if count == 0 and self.error is None:
             return
+        self._prepared = None
         del self._tokens[len(self._tokens) - count :]
         ends = min(count, self._ends)
         self._ends -= ends
@@ -260,6 +284,7 @@ class GuideState:
         self._generated = 0
         self.error: str | None = None
         self.fault: ErrorKind = "request"  # whose the error is
+        self._following: Future[int] | None = None
 
     @property
     def finished(self) -> bool:
@@ -280,6 +305,7 @@ class GuideState:
             drafts: tokens that are expected next.
             allowed: of each position uint32 [words], the tokens that the request's other rules allow; None allows all.
         """
+        self.followed()
         others = allowed or [None] * (len(drafts) + 1)
         masks = [self._mask(0, others[0])]
         taken = 0
@@ -306,6 +332,22 @@ class GuideState:
                 return count
             self._generated += 1
         return len(tokens)
+
+    def follow(self, token: int, executor: Executor) -> Future[int]:
+        """Advance by a sampled token and compute the next mask, in a thread of an executor. Until its future is done,
+        nothing but `masks` and `followed`, which wait for it, may be called."""
+        self._following = executor.submit(self._follow, token)
+        return self._following
+
+    def followed(self) -> int:
+        """Wait for `follow`; return how many tokens of it belong to the output. Errors in it are raised."""
+        return 1 if self._following is None else self._following.result()
+
+    def _follow(self, token: int) -> int:
+        count = self.advance([token])
+        if count and not self.finished and self.guide.prepare() is None:
+            self.error, count = self.guide.error, 0
+        return count
 
     def _mask(self, ahead: int, allowed: np.ndarray | None) -> np.ndarray:
         mask = np.empty(self._words, np.uint32)

@@ -196,9 +196,10 @@ class IsolatedMatchers:
         call."""
         with self._masks_lock:
             retired, self._retired = self._retired, []
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
         for server in retired:  # a large one takes a while to end, for which outputs must not wait
             threading.Thread(target=server.retire, name="ttpu-guide-retire", daemon=True).start()
-        return [self.dropped.popleft() for _ in range(len(self.dropped))]
+        return dropped
 
     def _count_left(self) -> None:
         for _ in range(len(self.left)):

@@ -17,6 +17,7 @@ class RunningRequests:
 
     computed, known, total: as in `Request`. left: tokens that may still be sampled.
     guessing: whether drafts are in flight, so that the next position is unknown.
+    held: whether the request sits out, because what its next token may be is not known yet.
     generation: how often the slot was vacated; rows of steps with an older generation are void.
     prefilling: requests with more than one token to compute, in order. decoding: the others, at `decode_slots`. slots:
     slots of all running requests. These four are set by `refresh` and never changed in place.
@@ -26,7 +27,7 @@ class RunningRequests:
     def __init__(self, max_num_seqs: int) -> None:
         self.by_slot: list[Request | None] = [None] * max_num_seqs
         self.computed, self.known, self.total, self.left = np.zeros((4, max_num_seqs), np.int32)
-        self.guessing = np.zeros(max_num_seqs, np.bool_)
+        self.guessing, self.held = np.zeros((2, max_num_seqs), np.bool_)
         self.generation = np.zeros(max_num_seqs, np.int64)
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
@@ -55,6 +56,7 @@ class RunningRequests:
         request.slot = self._free.pop()
         request.status = Status.RUNNING
         self.by_slot[request.slot] = request
+        self.held[request.slot] = False
         self.settle(request)
         self._changed = True
 
@@ -62,6 +64,7 @@ class RunningRequests:
         """Take back the request's slot."""
         self.generation[request.slot] += 1
         self.by_slot[request.slot] = None
+        self.held[request.slot] = False
         self._free.append(request.slot)
         request.slot = -1
         request.draft = []

@@ -168,6 +168,16 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
 
+    def hold(self, request: Request) -> None:
+        """Leave a running request out of steps until `release`, or until it runs anew."""
+        if request.status is Status.RUNNING:
+            self._running.held[request.slot] = True
+
+    def release(self, request: Request) -> None:
+        """Let a request take part in steps again."""
+        if request.status is Status.RUNNING:
+            self._running.held[request.slot] = False
+
     def preempt_all(self) -> None:
         """Preempt all running requests, before pages lose their content or weights change. They are recomputed from
         their tokens."""
@@ -227,7 +237,8 @@ class Scheduler:
         parts: list[PromptPart] = []
         if self._running.prefilling or len(self._waiting):
             admit = self.preemptions_total == preempted
-            parts = self._prefill.plan(budget, bool(decodes), admit, self._make_room)
+            busy = bool(decodes) or bool(self._running.held.any())
+            parts = self._prefill.plan(budget, busy, admit, self._make_room)
         if not decodes and not parts:
             return None
         step = self._step(decodes, slots, starts, drafts, parts)
@@ -239,7 +250,7 @@ class Scheduler:
         are allocated."""
         running = self._running
         requests, slots = running.decoding, running.decode_slots
-        ready = running.left[slots] > 0
+        ready = (running.left[slots] > 0) & ~running.held[slots]
         if self.config.lookahead:
             ready &= ~running.guessing[slots]
         if not ready.all():

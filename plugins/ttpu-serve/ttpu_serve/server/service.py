@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.api.client_pace import ProcessorPace
 from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.api.output_queue import RequestTimeoutError
 from ttpu_serve.api.outputs import OutputDelta
@@ -60,7 +61,7 @@ class Service:
             )
         self.created = int(time.time())
         self._compiling = asyncio.Semaphore()  # guides of lines of batches
-        self.bodies = FairExecutor("ttpu-bodies")
+        self.bodies = FairExecutor("ttpu-bodies", ProcessorPace())
         self.tokens = Tokens(engine.core.tokenizer)
         self.chat = ChatTemplate(self.tokens, settings.chat_template, settings.chat_template_kwargs)
         self.metrics = Metrics(self.names[0], settings.metrics_prefix)

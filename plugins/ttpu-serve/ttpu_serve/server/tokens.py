@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.generation.detokenizer import TextStream
+from ttpu_serve.api.client_pace import ProcessorPace
 from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.execution.bad_words import sequences_of
 from ttpu_serve.guided.token_bytes import token_bytes
@@ -35,7 +36,8 @@ class Tokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._short, self._long = FairExecutor("ttpu-tokenizer"), FairExecutor("ttpu-tokenizer-long")
+        self._short = FairExecutor("ttpu-tokenizer")
+        self._long = FairExecutor("ttpu-tokenizer-long", ProcessorPace())
         self._of_thread = threading.local()
         self._special: frozenset[int] = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self._bytes: list[bytes] | None = None
