@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from fake_core import FakeCore
 from serving import running, until
 
+from ttpu_serve.api.client_pace import ProcessorPace
 from ttpu_serve.api.fair_executor import FairExecutor
 from ttpu_serve.server.body import MOST_CONTAINERS, MOST_DEPTH, check_shape, parsed
 from ttpu_serve.server.errors import ApiError
@@ -64,6 +66,45 @@ def test_an_executor_passes_errors_on_and_goes_on() -> None:
     executor.close()
     gate.set()
     assert waiting.cancelled()
+
+
+def test_a_client_that_took_more_than_its_share_waits_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessorPace, "SHARE", 0.5)
+    pace = ProcessorPace()
+    first, second = FairExecutor("first", pace), FairExecutor("second", pace)
+    first.submit("a", partial(time.sleep, 0.01)).result(5)
+    pace.worked("a", 2.1)  # of which two seconds are free
+    began = time.monotonic()
+    late = second.submit("a", time.monotonic)
+    assert second.submit("b", time.monotonic).result(5) - began < 0.15, "another client's call, though it came later"
+    assert late.result(5) - began >= 0.19
+    pace.worked("a", 1.0)
+    waiting = first.submit("a", time.monotonic)
+    first.close()
+    assert waiting.cancelled()
+    second.close()
+
+
+def test_a_call_costs_its_client_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = ProcessorPace()
+    charged: list[tuple[str, float]] = []
+    monkeypatch.setattr(pace, "charge", lambda client, seconds: charged.append((client, seconds)))
+    executor = FairExecutor("test", pace)
+    with pytest.raises(ZeroDivisionError):
+        executor.submit("a", lambda: [time.sleep(0.02), 1 / 0]).result(5)
+    executor.submit("b", partial(time.sleep, 0.04)).result(5)
+    until(lambda: len(charged) == 2)
+    assert [client for client, _ in charged] == ["a", "b"]
+    for (_, seconds), least in zip(charged, (0.02, 0.04), strict=True):
+        assert least <= seconds * ProcessorPace.SHARE < least + 0.5
+    executor.close()
+
+
+def test_a_client_waits_at_most_ten_seconds_whatever_it_cost() -> None:
+    pace = ProcessorPace()
+    pace.worked("a", 1e6)
+    assert 9.9 < pace.wait("a") <= 10.0
+    assert pace.wait("b") == 0.0
 
 
 @pytest.mark.parametrize(

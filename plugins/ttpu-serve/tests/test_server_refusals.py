@@ -12,6 +12,7 @@ from fake_core import FakeCore
 from serving import running
 
 from ttpu_core.errors import RequestError
+from ttpu_serve.api import client_pace
 from ttpu_serve.server import refusals, run
 from ttpu_serve.server.refusals import RefusalPace
 from ttpu_serve.server.settings import ServerSettings
@@ -25,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(refusals.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(client_pace.time, "monotonic", lambda: self.now)
 
 
 def test_a_burst_is_sent_at_once_and_the_rest_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_without_a_rate_nothing_waits() -> None:
 
 
 def test_clients_that_would_not_wait_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "MOST_CLIENTS", 3)
+    monkeypatch.setattr(client_pace, "MOST_CLIENTS", 3)
     clock, pace = Clock(monkeypatch), RefusalPace(1.0)
     for name in "abc":
         pace.wait(name)
@@ -58,7 +59,7 @@ def test_clients_that_would_not_wait_are_forgotten(monkeypatch: pytest.MonkeyPat
         pace.wait("c")
     clock.now += 2.0
     assert pace.wait("d") == 0.0
-    assert set(pace._due) == {"c", "d"}
+    assert set(pace._pace._due) == {"c", "d"}
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])

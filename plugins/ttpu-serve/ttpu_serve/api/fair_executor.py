@@ -23,7 +23,7 @@ class FairExecutor:
         """
         Args:
             name: of the thread, which starts with the first call.
-            pace: of clients, which other executors may share; None lets nobody wait.
+            pace: of clients that have a name, which other executors may share; None lets nobody wait.
         """
         self._name, self._pace = name, pace
         self._queues: OrderedDict[str, list[tuple[int, int, Future[Any], Callable[[], Any]]]] = OrderedDict()
@@ -98,7 +98,7 @@ class FairExecutor:
         """Return the client who may go on first, and the seconds after which it may."""
         found, least = None, 0.0
         for client in self._queues:
-            seconds = 0.0 if self._pace is None else self._pace.wait(client)
+            seconds = self._pace.wait(client) if self._pace is not None and client else 0.0
             if seconds == 0:
                 return client, 0.0
             if found is None or seconds < least:

@@ -279,7 +279,7 @@ class EngineCore:
         if output.finished:
             self.scheduler.finish(output.request, output.finish_reason or "stop")
             self._close(output)
-        elif output.request.id in self._following:
+        elif output.request.id in self._following and not output.request.pending:  # of a step after a preemption
             self.scheduler.release(output.request)
 
     def _dispatch(self, scheduled: ScheduledStep) -> None:

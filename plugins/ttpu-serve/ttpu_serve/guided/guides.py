@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Executor, Future
 from collections.abc import Collection, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -186,7 +186,8 @@ class Guide:
         return Guide(self.factory, self._start, self._first)
 
     def prepare(self) -> np.ndarray | None:
-        """Compute the mask that `fill` gives at this position; return it, or None if the output cannot continue."""
+        """Compute the mask that `fill` gives at this position; return it, uint32 [words], or None if the output cannot
+        continue."""
         if self._prepared is None:
             mask = np.empty(self.factory.words, np.uint32)
             self.fill(mask)
