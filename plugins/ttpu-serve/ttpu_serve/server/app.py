@@ -109,15 +109,9 @@ def create_app(
 
 
 def _openapi(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
-    """Return FastAPI's OpenAPI document without status 422, which no endpoint uses, with the API key, and open for the
-    unknown fields that are ignored."""
+    """Return FastAPI's OpenAPI document with the API key, and open for the unknown fields that are ignored."""
     if app.openapi_schema is None:
         schema = FastAPI.openapi(app)
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schema["components"]["schemas"].pop(name, None)
         if not settings.strict_fields:
             for described in schema["components"]["schemas"].values():
                 described.pop("additionalProperties", None)
