@@ -80,7 +80,7 @@ COMPILE_FASTER := $(COMPILE_FAST) --xla_cpu_use_fusion_emitters=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance survey environment lint newest bench dist clean
+.PHONY: help demo test conformance survey environment lint newest bench predictions dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,12 @@ bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
 	    test -e "$$script" || { echo "bench: benchmarks/ holds no script yet."; break; }; \
 	    echo "== $$script"; $(VENV_TEST)/bin/python "$$script"; \
 	done
+
+predictions: $(VENV_TEST)/.installed  ## Compile the programs of the tables in docs for TPUs again, and write these tables (an hour)
+	$(VENV_TEST)/bin/python benchmarks/predictions.py
+	$(VENV_TEST)/bin/python benchmarks/plan_peaks.py
+	$(VENV_TEST)/bin/python benchmarks/quantized_programs.py --output benchmarks/results/quantized_programs.json
+	$(VENV_TEST)/bin/python benchmarks/training_programs.py --output benchmarks/results/training_programs.json
 
 dist: $(VENV_TEST)/.installed  ## Build every wheel and source distribution into dist/
 	rm -rf $(DIST)
