@@ -22,7 +22,8 @@ from ttpu_jax.params.placement import Placement
 pytestmark = pytest.mark.tpu_compile
 
 LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
-DECODE, SHORT, MIXED = (16, 1), (32, 16), (128, 64)  # tokens, and the most of one sequence
+GEMMA = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=4096, logit_softcap=50.0)
+DECODE, DRAFTS, SHORT, MIXED = (16, 1), (64, 4), (32, 16), (128, 64)  # tokens, and the most of one sequence
 SEQUENCES, PAGES, PAGE_SIZE = 16, 2048, 128
 
 
@@ -33,8 +34,11 @@ def compiled(
     dtype: str = "bfloat16",
     pages_per_sequence: int = 64,
     value_in_key: bool = False,
+    decode: bool = True,
+    loops: bool = False,
 ) -> CompiledProgram:
-    """A program that writes into donated pages and attends, cut over all devices of a topology."""
+    """A program that writes into donated pages and attends, cut over all devices of a topology. `loops`: the reference
+    computes a part of it."""
     topology = tpu_topology(topology_name)
     mesh = make_mesh(topology, {"tensor": len(topology.devices)})
     placement = Placement(mesh)
@@ -60,7 +64,7 @@ def compiled(
 
     def run(kv: PagedKV, query: jax.Array, key: jax.Array, value: jax.Array, batch: RaggedBatch, sinks: Any) -> Any:
         kv = write(kv, key, None if value_in_key else value, batch, context=context)
-        return kv, paged_attention(query, kv, batch, spec, sinks=sinks, context=context)
+        return kv, paged_attention(query, kv, batch, spec, sinks=sinks, context=context, decode=decode)
 
     queries = per_head(spec.q_per_kv, spec.head_dim)
     arguments = kv, queries, per_head(spec.head_dim), per_head(spec.value_dim), batch, sinks
@@ -71,7 +75,7 @@ def compiled(
         shape = ",".join(map(str, pages.sharding.shard_shape(pages.shape)))
         assert f"[{shape}]" in program.hlo_text
         assert not re.search(rf"= \w+\[{shape}\]\S* copy(-start)?\(", program.hlo_text), "all pages are copied"
-    assert "while(" not in program.hlo_text or not kernels(program), "tokens are written one by one"
+    assert "while(" not in program.hlo_text or loops or not kernels(program), "tokens are written one by one"
     assert program.collectives == ()
     return program
 
@@ -85,9 +89,44 @@ def test_the_kernel_compiles_for_every_generation(topology_name: str) -> None:
     assert kernels(compiled(topology_name, LLAMA, MIXED)) == 1
 
 
-@pytest.mark.parametrize("topology_name", ["v5e:2x4", "v6e:2x4"])
-def test_the_kernel_compiles_for_decode(topology_name: str) -> None:
-    assert kernels(compiled(topology_name, LLAMA, DECODE)) == 1
+def least_times(program: CompiledProgram) -> dict[str, float | None]:
+    """Kernel → its least time in seconds."""
+    return {one.name.partition(".")[0]: one.roofline_seconds for one in program.estimate.unmodelled}
+
+
+@pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5e:2x4", "v5p:1x1x1", "v6e:2x4", "tpu7x:1x1x1"])
+def test_decode_steps_have_our_kernel_on_every_generation(topology_name: str) -> None:
+    """Which takes heads of 256 features, windows and softcap, and reads the pages in the window alone."""
+    program = compiled(topology_name, GEMMA, DECODE)
+    assert kernels(program) == 1 and "paged_decode_attention" in program.hlo_text
+    size, ways = page_bytes(GEMMA, PAGE_SIZE, Placement(), "bfloat16")[0], len(program.topology.devices)
+    in_window = SEQUENCES * (4096 // PAGE_SIZE + 1)
+    least = in_window * size / ways / program.topology.chip.hbm_bytes_per_second
+    assert least_times(program)["paged_decode_attention"] == pytest.approx(least, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("spec", "step"),
+    [
+        (LLAMA, DECODE),
+        (replace(GEMMA, sinks=True, window=None), DRAFTS),
+        (AttentionSpec(num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True), DECODE),
+        (AttentionSpec(num_heads=32, num_kv_heads=4, head_dim=512), DECODE),
+    ],
+    ids=["heads of 128", "drafts", "heads of 64", "heads of 512 that devices share"],
+)
+def test_our_kernel_serves_other_steps_without_a_loop(spec: AttentionSpec, step: tuple[int, int]) -> None:
+    program = compiled("v5e:1x1", spec, step)
+    assert kernels(program) == 1 and "paged_decode_attention" in program.hlo_text
+    assert not program.estimate.loops_without_trip_count
+
+
+def test_without_it_jaxs_kernel_or_the_reference_computes_decode_steps() -> None:
+    program = compiled("v6e:2x4", LLAMA, DECODE, decode=False)
+    size = page_bytes(LLAMA, PAGE_SIZE, Placement(), "bfloat16")[0]
+    least = SEQUENCES * 64 * size / 8 / program.topology.chip.hbm_bytes_per_second  # the table has room for 64 pages
+    assert least_times(program)["ragged_paged_attention_kernel"] == pytest.approx(least, rel=0.02)
+    assert kernels(compiled("v5e:2x4", GEMMA, DECODE, decode=False)) == 0
 
 
 @pytest.mark.parametrize(
@@ -109,7 +148,7 @@ def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() ->
     wide = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=1024)
     program = compiled("v6e:2x4", wide, DECODE, "int8")
     assert kernels(program) == 2 and "scatter" not in program.hlo_text
-    least = {one.name.partition(".")[0]: one.roofline_seconds for one in program.estimate.unmodelled}
+    least = least_times(program)
     size, ways = page_bytes(wide, PAGE_SIZE, Placement(), "int8")[0], 8
     in_window = SEQUENCES * (1024 // PAGE_SIZE + 1)  # pages of half a pair of heads a device, the other half zeros
     assert least["int8_paged_attention_single"] == pytest.approx(2 * in_window * size / ways / 1640e9, rel=0.02)
@@ -121,15 +160,9 @@ def test_the_kernel_that_writes_int8_pages_compiles_for_every_generation(topolog
     assert kernels(compiled(topology_name, LLAMA, DECODE, "int8")) == 2
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype", "options"),
-    [
-        (replace(LLAMA, sinks=True), "bfloat16", {}),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", {"value_in_key": True, "pages_per_sequence": 8}),
-    ],
-    ids=["sinks", "latent"],
-)
-def test_elsewhere_the_reference_is_compiled_and_pages_stay_in_place(
-    spec: AttentionSpec, dtype: str, options: dict[str, Any]
-) -> None:
-    assert kernels(compiled("v5e:2x4", spec, MIXED, dtype, **options)) == 0
+def test_elsewhere_the_reference_is_compiled_and_pages_stay_in_place() -> None:
+    """Beside our kernel for sequences of one query, where it serves the layer."""
+    assert kernels(compiled("v5e:2x4", replace(LLAMA, sinks=True), MIXED, decode=False)) == 0
+    assert kernels(compiled("v5e:2x4", replace(GEMMA, sinks=True), MIXED, loops=True)) == 1
+    latent = AttentionSpec(16, 1, 576, v_head_dim=512)
+    assert kernels(compiled("v5e:2x4", latent, MIXED, value_in_key=True, pages_per_sequence=8)) == 0

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .hlo import Instruction, Module, array_bytes
+from .kernels import known_cost
 
 _ARRAY_AND_LAYOUT = re.compile(r"([a-z][a-z0-9]*\[[\d,<=]*\])(?:\{([^}]*)\})?")
 _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # VMEM and other memories beside HBM
@@ -68,11 +69,12 @@ class Traffic:
     def _of_custom_call(self, call: Instruction, made: Mapping[str, Instruction]) -> int:
         if _NO_WORK.search(call.attributes):
             return 0
-        if call.stated_cost is not None:  # of which operands that a copy has fetched are read elsewhere
+        cost = call.stated_cost or known_cost(call)
+        if cost is not None:  # of which operands that a copy has fetched are read elsewhere
             fetched = sum(
                 sum(made[name].arrays) - in_hbm(made[name].shape) for name in set(call.operand_names) if name in made
             )
-            return max(0, call.stated_cost[1] - fetched)
+            return max(0, cost[1] - fetched)
         return self._operands(call, made) + in_hbm(call.shape)
 
     def _operands(self, instruction: Instruction, made: Mapping[str, Instruction]) -> int:

@@ -14,20 +14,30 @@ _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 scores again, and the gradients of probabilities and of queries, or of keys and values."""
 
 
+_RAGGED = "ragged_paged_attention"
+
+
 def known_cost(kernel: Instruction) -> tuple[int, int] | None:
     """FLOPs and bytes of one execution of a kernel that is known by its name; None for others.
 
     Splash attention is counted as causal: of its n blocks of queries, each attends to the blocks of keys up to its own,
     so that it multiplies (n + 1) / 2n of the square. With windows it takes less.
+
+    Ragged paged attention is counted as if each sequence had as many tokens as its row of the block table has room for,
+    or all of them as many as there are pages. Lengths are not known while a program is compiled.
     """
-    products = next((count for name, count in _PRODUCTS.items() if kernel.name.startswith(name)), None)
     operands = _OPERANDS.search(kernel.attributes)
-    if products is None or operands is None:
+    if operands is None:
         return None
     shapes = [
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _SHAPE.findall(operands.group(1))
     ]
+    if kernel.name.startswith(_RAGGED):
+        return _ragged_cost(kernel, shapes)
+    products = next((count for name, count in _PRODUCTS.items() if kernel.name.startswith(name)), None)
+    if products is None:
+        return None
     blocks = [sizes for dtype, sizes in shapes if dtype == "s8" and len(sizes) >= 3]
     heads = [sizes for dtype, sizes in shapes if dtype in ("bf16", "f32") and len(sizes) >= 3]
     if len(heads) < 2:
@@ -37,3 +47,19 @@ def known_cost(kernel: Instruction) -> tuple[int, int] | None:
     pairs = prod(rows_and_heads) * queries * keys * (of_queries + 1) / (2 * of_queries)
     moved = sum(array_bytes(operands.group(1))) + sum(kernel.arrays)
     return int(2 * products * pairs * features), moved
+
+
+def _ragged_cost(kernel: Instruction, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[int, int] | None:
+    """Of queries [tokens, heads, features], a block table [sequences, columns] and pages [pages, page_size, rows,
+    features]."""
+    table = next((sizes for dtype, sizes in shapes if dtype == "s32" and len(sizes) == 2), None)
+    queries = next((sizes for dtype, sizes in shapes if dtype != "s32" and len(sizes) == 3), None)
+    kept = next(((dtype, sizes) for dtype, sizes in shapes if len(sizes) == 4), None)
+    if table is None or queries is None or kept is None:
+        return None
+    (sequences, columns), (tokens, heads, features), (dtype, (all_pages, *page)) = table, queries, kept
+    pages = min(sequences * columns, all_pages)
+    # A token attends to its own sequence alone.
+    pairs = (pages if tokens == sequences else tokens * min(columns, all_pages)) * page[0]
+    page_bytes = sum(array_bytes(f"{dtype}[{','.join(map(str, page))}]"))
+    return 4 * heads * features * pairs, pages * page_bytes + 2 * sum(kernel.arrays)

@@ -17,6 +17,7 @@ from ttpu_jax.model.cache import LayerCache, StateCache, slots_of_ring, write_sl
 from ttpu_jax.model.modules import Runtime, Step
 from ttpu_jax.model.ragged import on_rows
 from ttpu_jax.ops import attention as attention_ops
+from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention, write
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
@@ -119,7 +120,8 @@ class PagedKeys:
             query: [1, tokens, kv_heads, q_per_kv, head_dim], the tokens of all sequences one after another.
             query_positions: [1, tokens]; not read, because the batch has the positions.
             spec: the attention of the layer.
-            runtime: the placement of arrays.
+            runtime: the placement of arrays, and the attention implementation: `eager` leaves out the kernel for steps
+                of one query or a few of each sequence.
             sinks: [kv_heads, q_per_kv], a logit per query head that takes probability and adds
                 no value; None for models without sinks.
 
@@ -127,7 +129,9 @@ class PagedKeys:
             [1, tokens, kv_heads, q_per_kv, value_dim].
         """
         context = _pages_context(runtime.placement, spec.num_kv_heads)
-        return paged_attention(query[0], self.pages, self.batch, spec, sinks=sinks, context=context)[None]
+        decode = runtime.attention != REFERENCE.name
+        mixed = paged_attention(query[0], self.pages, self.batch, spec, sinks=sinks, context=context, decode=decode)
+        return mixed[None]
 
 
 def _pages_context(placement: Placement, kv_heads: int) -> attention_ops.AttentionContext:

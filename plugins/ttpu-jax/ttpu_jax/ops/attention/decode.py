@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blocks import LANES
+from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import MASKED, SegmentIds, visibility
 
@@ -180,7 +181,6 @@ def _kernel(
     exponentials less it [heads, queries, 128], of which all lanes are equal, and the sum of values times them."""
     row, number = pl.program_id(0), pl.program_id(1)
     heads = key.shape[1]
-    precision = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
 
     @pl.when(number == 0)
     def _() -> None:
@@ -191,36 +191,14 @@ def _kernel(
     @pl.when((number >= first[row]) & (number <= last[row]))
     def _() -> None:
         for head in range(heads):
-            scores = jax.lax.dot_general(
-                query[0, head],
-                key[0, head],
-                (((1,), (1,)), ((), ())),
-                preferred_element_type=jnp.float32,
-                precision=precision,
-            )
-            scores = scores * spec.softmax_scale
-            if spec.logit_softcap is not None:
-                scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
-            hidden = bias[0] < 0
-            scores = jnp.where(hidden, MASKED, scores)
-            before = largest[head, :, :1]
-            after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            shares = jnp.where(hidden, 0.0, jnp.exp(scores - after))
-            kept = jnp.exp(before - after)
-            total[head] = jnp.broadcast_to(
-                total[head, :, :1] * kept + shares.sum(axis=1, keepdims=True), total.shape[1:]
-            )
-            largest[head] = jnp.broadcast_to(after, largest.shape[1:])
-            summed[head] = summed[head] * kept + jax.lax.dot_general(
-                shares.astype(value.dtype),
-                value[0, head],
-                (((1,), (0,)), ((), ())),
-                preferred_element_type=jnp.float32,
-                precision=precision,
-            )
+            state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
+            state = state.attended(query[0, head], key[0, head], value[0, head], bias[0] < 0, spec)
+            largest[head] = jnp.broadcast_to(state.largest, largest.shape[1:])
+            total[head] = jnp.broadcast_to(state.total, total.shape[1:])
+            summed[head] = state.mixed
 
     @pl.when(number == blocks - 1)
     def _() -> None:
         for head in range(heads):
-            share = total[head, :, :1]
-            mixed[0, head] = (summed[head] / jnp.where(share == 0.0, 1.0, share)).astype(mixed.dtype)
+            state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
+            mixed[0, head] = state.result().astype(mixed.dtype)

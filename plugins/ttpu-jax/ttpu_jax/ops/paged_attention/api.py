@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import alibi
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import int8_kernel, kernel
+from ttpu_jax.ops.paged_attention import decode_kernel, int8_kernel, kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import is_paired
 from ttpu_jax.ops.paged_attention.pieces import unserved_batch
@@ -27,6 +28,7 @@ def paged_attention(
     *,
     sinks: jax.Array | None = None,
     context: AttentionContext,
+    decode: bool = True,
 ) -> jax.Array:
     """Causal attention of a flat batch over its sequences' pages. The pages already hold this step's keys and
     values.
@@ -39,22 +41,34 @@ def paged_attention(
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         context: the mesh, the axes that shard KV heads, the platform.
+        decode: use our kernel in steps in which each sequence has one query or a few, and for sequences with one query
+            in steps that the reference computes; False leaves these to the other kernel or the reference.
 
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; padding tokens have finite values.
     """
-    why = serves(spec, context.platform, kv.pages.dtype, value_in_key=kv.value_in_key)
-    use_kernel = why is None and unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
-    kind = device_kind(context) if use_kernel else ""
+    kept = kv.pages.dtype
+    why = serves(spec, context.platform, kept, value_in_key=kv.value_in_key)
+    small = unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
+    use_kernel = why is None and small
+    single = decode and serves_decode(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    single = single and unserved_batch(spec, replace(batch, max_queries=1), kv.group, paired=is_paired(kv)) is None
+    own = single and small and decode_kernel.unserved_step(spec, batch, len(query)) is None
+    kind = device_kind(context) if use_kernel or single else ""
 
     def attend(
         query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None, slopes: jax.Array | None
     ) -> jax.Array:
+        if own:
+            return decode_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel and is_paired(kv):
             return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel:
             return kernel.attend(query, kv, batch, spec, kind)
-        return reference(query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform)
+        singles = partial(decode_kernel.attend_singles, query, kv, batch, spec, kind, sinks=sinks) if single else None
+        return reference(
+            query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform, singles=singles
+        )
 
     if context.mesh is None:
         return attend(query, kv, batch, sinks, alibi.slopes(spec))
@@ -74,6 +88,14 @@ def paged_attention(
 
 
 def serves(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
-    """Why the TPU kernel does not serve a layer whose pages have this `dtype`, or None. The reference computes
-    layers that it does not serve."""
+    """Why the TPU kernels for any step do not serve a layer whose pages have this `dtype`, or None. The reference
+    computes layers that they do not serve."""
     return kernel.unserved(spec, platform, dtype, value_in_key)
+
+
+def serves_decode(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
+    """Why our TPU kernel for steps of one query or a few of each sequence does not serve a layer whose pages have this
+    `dtype`, or None. What serves other steps computes layers that it does not serve."""
+    if platform != "tpu":
+        return "it is a kernel for TPUs"
+    return decode_kernel.unserved(spec, dtype, value_in_key)

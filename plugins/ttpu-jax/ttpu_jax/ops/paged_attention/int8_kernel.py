@@ -22,6 +22,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
+from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
 
@@ -182,59 +183,6 @@ def _cost(
     )
 
 
-class _Copies:
-    """Copies of the pages and scales of one block of keys into one of two buffers."""
-
-    def __init__(self, pages: Any, scales: Any, buffer: Any, scale_buffer: Any, ready: Any, table: Any) -> None:
-        self.sources, self.targets = (pages, scales), (buffer, scale_buffer)
-        self.ready, self.table = ready, table
-
-    def start(self, piece: Any, block: Any, used: Any, slot: Any) -> None:
-        """Begin to copy a block of a piece that has `used` pages."""
-        number = self.targets[0].shape[1]
-        full = used >= (block + 1) * number
-
-        @pl.when(full)
-        def start_all() -> None:
-            for index in range(number):
-                for copy in self._page(piece, block * number + index, slot, index):
-                    copy.start()
-
-        @pl.when(jnp.logical_not(full))
-        def start_some() -> None:
-            def one(index: Any, _: None) -> None:
-                for copy in self._page(piece, block * number + index, slot, index):
-                    copy.start()
-
-            jax.lax.fori_loop(0, used - block * number, one, None)
-
-    def wait(self, block: Any, used: Any, slot: Any) -> None:
-        """Wait for what `start` began."""
-        number = self.targets[0].shape[1]
-        full = used >= (block + 1) * number
-
-        @pl.when(full)
-        def wait_for_all() -> None:
-            for target in self.targets:  # a semaphore counts bytes, wherever they came from
-                pltpu.make_async_copy(target.at[slot], target.at[slot], self.ready.at[slot]).wait()
-
-        @pl.when(jnp.logical_not(full))
-        def wait_for_some() -> None:
-            def one(index: Any, _: None) -> None:
-                for target in self.targets:
-                    page = target.at[slot, index]
-                    pltpu.make_async_copy(page, page, self.ready.at[slot]).wait()
-
-            jax.lax.fori_loop(0, used - block * number, one, None)
-
-    def _page(self, piece: Any, column: Any, slot: Any, index: Any) -> list[Any]:
-        page = self.table[piece, column]
-        return [
-            pltpu.make_async_copy(source.at[page], target.at[slot, index], self.ready.at[slot])
-            for source, target in zip(self.sources, self.targets, strict=True)
-        ]
-
-
 def _words(buffer: Any, word: int, words: int, dtype: Any) -> jax.Array:
     """Row `word` of each token's `words` rows of 32 bits: [tokens, 128] as int32, [4 * tokens, 128] as int8."""
     pages, size, rows, lanes = buffer.shape
@@ -276,7 +224,7 @@ def _single(
     count, pairs, rows, width = queries.shape
     halves, page_block = width // LANES, buffer.shape[1]
     keys, few = page_block * page_size, max(1, page_block // FEW)
-    copies = _Copies(pages, scales, buffer, scale_buffer, ready, table)
+    copies = PageCopies((pages, scales), (buffer, scale_buffer), ready, table)
     begin = pl.program_id(0) * count
 
     def used_pages(index: Any) -> Any:
@@ -421,7 +369,7 @@ def _several(
     q_per_kv, width], sinks [kv_heads, block * q_per_kv, 1]."""
     heads, rows, width = queries.shape
     pairs, halves, keys, block = heads // 2, width // LANES, buffer.shape[1] * page_size, rows // group
-    copies = _Copies(pages, scales, buffer, scale_buffer, ready, table)
+    copies = PageCopies((pages, scales), (buffer, scale_buffer), ready, table)
     step = pl.program_id(0)
     begin = step * block
     some = sinks[...] > -jnp.inf

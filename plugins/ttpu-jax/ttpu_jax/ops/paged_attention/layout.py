@@ -4,7 +4,9 @@ Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for key
 for both. Products on a CPU need this layout, one product per KV head. Combined pages are [pages, page_size, kv_heads
 * planes, dim], each head's key before its value, with dim a multiple of 128. JAX's kernel needs this layout, and
 XLA:TPU writes tokens into it without copying all pages. Both need whole tiles, so heads of zeros follow each
-device's heads if those do not fill tiles.
+device's heads if those do not fill tiles. Where values are beside keys and heads have 256 or 512 features, these are
+split into parts of 128 that follow one another, [pages, page_size, parts * kv_heads * 2, 128]: the same bytes, but a
+kernel loads one part of many tokens at once.
 
 Combined pages of int8 with values beside keys are paired, for the kernels in `int8_kernel`: [pages, page_size, halves *
 kv_heads * 2, 128], where the features of wider heads than 128 are split into halves that follow one another. Their
@@ -27,6 +29,9 @@ from ttpu_jax.ops.paged_attention.batch import PagedKV
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.kernel import padded_heads
 
+SPLIT = (2 * LANES, 4 * LANES)
+"""Widths of heads whose features combined pages split, unless they are quantized; other parts would leave gaps between
+tokens."""
 INT8_LIMIT = 127.0
 LARGEST = 1e30  # of what stands for more, and for NaN
 SMALLEST = 1e-30  # of a token's largest feature: its scale must be a normal number
@@ -128,13 +133,17 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         key: [tokens, kv_heads, dim].
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
     """
-    width = kv.pages.shape[-1] * (_halves(kv) if is_paired(kv) else 1)
+    parts = _halves(kv) if is_paired(kv) else 1 if value is None else parts_of(kv, max(key.shape[-1], value.shape[-1]))
+    width = kv.pages.shape[-1] * parts
     planes = [widened(key, width)] if value is None else [widened(key, width), widened(value, width)]
     tokens = key.shape[0]
     if kv.combined:
         rows = jnp.stack(planes, axis=2).reshape(tokens, kv.combined, -1, width)
         more = kv.pages.shape[2] * kv.pages.shape[3] // width // kv.combined - rows.shape[2]
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0))).reshape(tokens, -1, width)
+        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0)))
+        if kv.scales is None and parts > 1:
+            rows = rows.reshape(tokens, kv.combined, -1, parts, LANES).swapaxes(2, 3)
+        rows = rows.reshape(tokens, -1, kv.pages.shape[-1] if kv.scales is None else width)
     else:
         rows = jnp.stack(planes, axis=1)
     if kv.scales is None:
@@ -180,12 +189,13 @@ def read(
     one = rows * n == 1  # XLA:CPU copies a slice faster than it gathers
     found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None] if one else kv.pages[pages]
     scales = None
+    parts = _halves(kv) if is_paired(kv) else 1 if kv.value_in_key else parts_of(kv, max(spec.head_dim, spec.value_dim))
+    if parts > 1:
+        found = found.reshape(rows, n, -1, parts, found.shape[3] // parts, LANES).swapaxes(3, 4)
+        found = found.reshape(rows, n, found.shape[2], -1, parts * LANES)
     if is_paired(kv):
         assert kv.scales is not None
-        halves = _halves(kv)
         places = kv.scales[pages].reshape(rows, n, -1, kv.pages.shape[1], PAIR)
-        found = found.reshape(rows, n, -1, halves, found.shape[3] // halves, LANES).swapaxes(3, 4)
-        found = found.reshape(rows, n, found.shape[2], -1, halves * LANES)
         scales = places.swapaxes(2, 3).reshape(rows, n, kv.pages.shape[1], -1, 1)
     elif kv.scales is not None:
         # Without the constraint XLA:TPU would convert all 8-bit pages to another layout to read these.
@@ -235,7 +245,9 @@ def _shape(
             rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)
             return (num_pages, page_size, rows, LANES), (None, None, axes.KV_HEADS, None)
         if planes == 2:
-            heads = combined * padded_heads(heads // combined, dtype)
+            parts = width // LANES if width in SPLIT and dtype.itemsize > 1 else 1
+            heads = parts * combined * padded_heads(heads // combined, dtype, parts)
+            width //= parts
         return (num_pages, page_size, heads * planes, width), (None, None, axes.KV_HEADS, None)
     return (num_pages, planes, heads, page_size, width), (None, None, axes.KV_HEADS, None, None)
 
@@ -253,6 +265,11 @@ def _scales(
     if len(shape) == 4:
         return (shape[0], shape[2], shape[1]), (logical[0], logical[2], logical[1])
     return shape[:-1], logical[:-1]
+
+
+def parts_of(kv: PagedKV, features: int) -> int:
+    """Parts of 128 into which pages without scales split heads of that many features; 1 where they do not."""
+    return -(-features // LANES) if kv.combined and features > kv.pages.shape[-1] else 1
 
 
 def _halves(kv: PagedKV) -> int:

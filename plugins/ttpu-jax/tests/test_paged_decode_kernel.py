@@ -1,0 +1,221 @@
+"""Our kernel for served steps of one query or a few of each sequence, in the interpreter, against the plain version
+over the same pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from paged_cases import Ragged, oracle, ragged, whole
+
+from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
+from ttpu_jax.ops.paged_attention import (
+    NULL_PAGE,
+    PagedKV,
+    RaggedBatch,
+    api,
+    decode_kernel,
+    empty_pages,
+    page_bytes,
+    write,
+)
+from ttpu_jax.ops.paged_attention.layout import Placement as Devices
+from ttpu_jax.ops.paged_attention.reference import reference
+from ttpu_jax.params.placement import Placement
+
+PAGE = 16
+GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
+WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)
+LENGTHS = [1, PAGE, PAGE + 1, 37, 6 * PAGE, 5 * PAGE + 3]
+"""One token, a whole page, one more than that, and one or two blocks of three pages."""
+
+
+@dataclass(frozen=True)
+class TpuPlacement(Placement):
+    """Pages as on a TPU, on this machine's devices."""
+
+    @property
+    def platform(self) -> str:
+        return "tpu"
+
+
+def step(counts: list[int] | None = None, lengths: list[int] = LENGTHS, window: int | None = None) -> Ragged:
+    """A step with room for two more sequences. Without `counts` each sequence has one query."""
+    most, rows = max(counts or [1]), len(lengths) + 2
+    return ragged(
+        counts or [1] * len(lengths), lengths, page_size=PAGE, pages=6, sequences=rows, tokens=rows * most,
+        window=window, max_queries=most,
+    )  # fmt: skip
+
+
+CASES = {
+    "groups of query heads": (GQA, step()),
+    "one head of 256": (WIDE, step()),
+    "three heads of 256": (AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=256), step()),
+    "heads of 512, narrower values": (AttentionSpec(2, 1, 512, v_head_dim=320), step()),
+    "heads of 128, values of 96": (AttentionSpec(3, 1, 128, v_head_dim=96), step()),
+    "window": (replace(WIDE, window=35), step(window=35)),
+    "window of one page": (replace(GQA, window=PAGE), step(window=PAGE)),
+    "chunk": (replace(GQA, chunk=2 * PAGE), step()),
+    "softcap, scale": (replace(WIDE, logit_softcap=3.0, scale=0.3), step()),
+    "sinks": (replace(GQA, sinks=True), step()),
+    "sinks, softcap and a window": (replace(WIDE, sinks=True, logit_softcap=3.0, window=5), step(window=5)),
+    "drafts": (GQA, step([1, 3, 4, 2, 4, 1])),
+    "drafts, window and sinks": (replace(WIDE, window=20, sinks=True), step([1, 3, 4, 2, 4, 1], window=20)),
+    "no sequence": (GQA, step([], [])),
+}
+
+
+def numbers(case: Ragged, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Queries of the batch, keys and values of all tokens, sinks: numbers that bfloat16 has too."""
+    rng = np.random.default_rng(0)
+    heads, total = spec.num_kv_heads, sum(case.lengths)
+
+    def normal(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16), np.float32)
+
+    query = normal(case.tokens, heads, spec.q_per_kv, spec.head_dim)
+    keys, values = normal(total, heads, spec.head_dim), normal(total, heads, spec.value_dim)
+    return query, keys, values, normal(heads, spec.q_per_kv) + 2
+
+
+def filled(
+    case: Ragged, spec: AttentionSpec, keys: Any, values: Any, dtype: Any, placement: Devices | None = None
+) -> PagedKV:
+    kv = empty_pages(spec, case.num_pages, PAGE, placement or TpuPlacement(), dtype)
+    if not case.lengths:
+        return kv
+    return jax.jit(write)(kv, jnp.asarray(keys, dtype), jnp.asarray(values, dtype), whole(case).batch)
+
+
+def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
+    """`kv` with NaN in what nobody owns, and behind each sequence's end, where a page's last owner left it."""
+    pages, table = np.array(kv.pages, np.float32), np.asarray(case.batch.tables[0])
+    pages[NULL_PAGE] = np.nan
+    for row, length in enumerate(case.lengths):
+        pages[table[row, (length - 1) // PAGE], (length - 1) % PAGE + 1 :] = np.nan
+    return replace(kv, pages=jnp.asarray(pages, kv.pages.dtype))
+
+
+def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """The kernel's result and the reference's."""
+    query, keys, values, sinks = numbers(case, spec)
+    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
+    kv = filled(case, spec, keys, values, dtype)
+    assert decode_kernel.unserved_step(spec, case.batch, case.tokens) is None
+    run = jax.jit(
+        lambda x, kv, batch: decode_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True)
+    )
+    found = run(x, poisoned(kv, case), case.batch)
+    wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
+    assert found.dtype == wanted.dtype == dtype
+    return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of four pages, and one page of them where a sequence ends."""
+    monkeypatch.setattr(decode_kernel, "BLOCK_TOKENS", 4 * PAGE)
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES.values(), ids=CASES)
+def test_the_kernel_equals_the_reference(spec: AttentionSpec, case: Ragged) -> None:
+    found, wanted = both(spec, case)
+    assert np.abs(found[: case.real] - wanted[: case.real]).max(initial=0) <= 1e-5
+    assert not found[case.real :].any(), "padding tokens have zeros"
+
+
+@pytest.mark.parametrize("spec", [replace(GQA, chunk=2 * PAGE), replace(WIDE, window=20, sinks=True)])
+def test_in_a_step_with_prompts_it_computes_sequences_of_one_query(spec: AttentionSpec) -> None:
+    counts = [1, 20, 1, 1, 37, 1]
+    case = ragged(
+        counts, [9, 20, 61, PAGE, 50, 5 * PAGE], page_size=PAGE, pages=6, sequences=8, tokens=70, window=spec.window
+    )
+    query, keys, values, sinks = numbers(case, spec)
+    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query)
+    kv = filled(case, spec, keys, values, jnp.float32)
+
+    def run(x: jax.Array, kv: PagedKV, batch: RaggedBatch) -> jax.Array:
+        singles = partial(decode_kernel.attend_singles, x, kv, batch, spec, "", sinks=sink, interpret=True)
+        return reference(x, kv, batch, spec, sinks=sink, platform="gpu", singles=singles)
+
+    found = np.asarray(jax.jit(run)(x, poisoned(kv, case), case.batch))
+    wanted = np.asarray(reference(x, kv, case.batch, spec, sinks=sink, platform="gpu"))
+    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 1e-5
+    assert np.isfinite(found).all(), "padding tokens must stay numbers"
+
+
+def test_two_cores_share_the_sequences() -> None:
+    """Each begins with copies of its own; the second one has an absent sequence among its own."""
+    spec, case = CASES["window"]
+    found, wanted = both(spec, case, kind="TPU v4")
+    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["three heads of 256", "sinks", "drafts"])
+def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
+    """Keys and values are then halves of one register."""
+    spec, case = CASES[name]
+    query, keys, values, sinks = numbers(case, spec)
+    exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
+    found, wanted = (np.abs(each[: case.real] - exact).max() for each in both(spec, case, jnp.bfloat16))
+    assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
+
+
+def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None:
+    spec, case = AttentionSpec(4, 2, 256), step()
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
+    placement = TpuPlacement(mesh)
+    query, keys, values, _ = numbers(case, spec)
+    kv = filled(case, spec, keys, values, jnp.float32, placement)
+    assert kv.pages.shape == (case.num_pages, PAGE, 2 * 2 * 2, 128)
+    assert page_bytes(spec, PAGE, placement, jnp.float32) == (PAGE * 4 * 256 * 4, 2)
+    table = np.asarray(case.batch.tables[0])
+    first = np.asarray(kv.pages)[table[0, 0], 0].reshape(2, 2, 2, 128)  # device, part, plane
+    np.testing.assert_array_equal(first[:, :, 0].reshape(2, 256), keys[0])
+    np.testing.assert_array_equal(first[:, :, 1].reshape(2, 256), values[0])
+    heads = placement.mesh_axes(axes.KV_HEADS, 2)
+    of_heads = PartitionSpec(None, heads)
+    run = jax.shard_map(
+        lambda query, kv, batch: decode_kernel.attend(query, kv, batch, spec, "", interpret=True),
+        mesh=mesh,
+        in_specs=(of_heads, replace(kv, pages=PartitionSpec(None, None, heads)), PartitionSpec()),
+        out_specs=of_heads,
+        check_vma=False,
+    )
+    found = np.asarray(jax.jit(run)(jnp.asarray(query), kv, case.batch))
+    exact = oracle(case.counts, case.lengths, query, keys, values, spec)
+    assert np.abs(found[: case.real] - exact).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "in_key", "reason"),
+    [
+        (WIDE, "bfloat16", False, None),
+        (WIDE, "float32", False, None),
+        (WIDE, "int8", False, "does not read int8"),
+        (WIDE, "float8_e4m3fn", False, "does not read float8_e4m3fn"),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, "values beside keys"),
+        (AttentionSpec(16, 1, 384), "bfloat16", False, "heads of 384 features"),
+        (replace(GQA, alibi=AlibiSpec()), "bfloat16", False, "ALiBi"),
+    ],
+)
+def test_layers_that_it_does_not_serve(spec: AttentionSpec, dtype: str, in_key: bool, reason: str | None) -> None:
+    found = api.serves_decode(spec, "tpu", jnp.dtype(dtype), value_in_key=in_key)
+    assert (found is None) if reason is None else (reason in str(found))
+    assert "for TPUs" in str(api.serves_decode(spec, "gpu", jnp.dtype(dtype), value_in_key=in_key))
+
+
+def test_steps_that_it_does_not_serve() -> None:
+    drafts = step([4, 1, 4], [9, 22, 61])
+    assert decode_kernel.unserved_step(GQA, drafts.batch, drafts.tokens) is None
+    assert "several chunks" in str(decode_kernel.unserved_step(replace(GQA, chunk=32), drafts.batch, drafts.tokens))
+    mixed = ragged([17, 1], [17, 20], page_size=PAGE, pages=6, tokens=34)
+    assert "at most 16 queries" in str(decode_kernel.unserved_step(GQA, mixed.batch, mixed.tokens))
+    assert "with room for" in str(decode_kernel.unserved_step(GQA, step().batch, 64))

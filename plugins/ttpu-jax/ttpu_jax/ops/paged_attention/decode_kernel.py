@@ -1,0 +1,321 @@
+"""Attention of steps in which each sequence has one query or a few, to pages on one TPU, as a Pallas kernel. It reads
+the pages that a sequence's queries see once, and no others: two blocks of pages are in VMEM, one of which is copied,
+those of the next sequence too, while the other is computed.
+
+Two neighbouring rows of a page are a head's key and value for one token. In 16 bits they are one row of 32-bit
+registers, whose halves are separated there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec.arithmetic import attention_flops
+from ttpu_jax.ops.attention.blockwise import Running
+from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
+from ttpu_jax.ops.paged_attention.copies import PageCopies
+from ttpu_jax.ops.paged_attention.layout import LANES, SPLIT, parts_of
+from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
+
+BLOCK_BYTES, BLOCK_TOKENS = 2**20, 1024
+"""The most of the pages in one block; two blocks are in VMEM at once."""
+QUERY_BYTES = 2**21
+"""Of the queries of the sequences in one step of the grid."""
+MOST_QUERIES = 16
+"""Of one sequence; blocks of more are left to other kernels."""
+FEW = 4
+"""Blocks of this part of a whole one are computed where a sequence ends."""
+TWO_CORES = ("TPU v4", "TPU v5")
+"""Kinds of devices whose two cores share the steps of a grid."""
+
+
+def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str | None:
+    """Why the kernel does not serve a layer whose pages have this `dtype`, or None."""
+    if value_in_key:
+        return "it needs values beside keys, and here values are the keys' first features"
+    if spec.alibi is not None:
+        return "it has no ALiBi"
+    width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
+    if width > LANES and width not in SPLIT:
+        return f"pages of heads of {width} features are not split into parts of {LANES}"
+    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        return f"it does not read {np.dtype(dtype).name}"
+    return None
+
+
+def unserved_step(spec: AttentionSpec, batch: RaggedBatch, tokens: int) -> str | None:
+    """Why the kernel does not serve a step of a layer that it serves, or None."""
+    if batch.max_queries > MOST_QUERIES or tokens != len(batch.kv_lens) * batch.max_queries:
+        return f"it takes at most {MOST_QUERIES} queries of each sequence, and steps with room for as many of each"
+    if batch.max_queries > 1 and spec.chunk is not None:
+        return "the queries of a sequence may lie in several chunks"
+    return None
+
+
+def attend(
+    query: jax.Array,
+    kv: PagedKV,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    kind: str,
+    *,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of one device's queries. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype,
+    with zeros for padding.
+
+    Args:
+        query: [tokens, kv_heads, q_per_kv, head_dim].
+        kv: combined pages.
+        batch: a step that `unserved_step` accepts.
+        spec: the layer's attention.
+        kind: the device kind.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
+        interpret: run the kernel in the interpreter.
+    """
+    tokens, heads, group, dim = query.shape
+    width = kv.pages.shape[3] * parts_of(kv, max(dim, spec.value_dim))
+    pieces = pieces_of(spec, batch, kv.group)
+    queries = jnp.pad(query.astype(kv.pages.dtype), ((0, 0), (0, 0), (0, 0), (0, width - dim)))
+    most, sequences = batch.max_queries, len(pieces.lengths)
+    run = partial(_attend, kv=kv, pieces=pieces, spec=spec, kind=kind, sinks=sinks, group=group, interpret=interpret)
+    if most == 1:  # token i is the only one of piece i
+        return run(queries)[..., : spec.value_dim].astype(query.dtype)
+    place = jnp.minimum(pieces.starts[:-1, None] + jnp.arange(most), tokens - 1)
+    rows = queries[place].swapaxes(1, 2).reshape(sequences, heads, most * group, width)
+    mixed = run(rows).reshape(sequences, heads, most, group, width).swapaxes(1, 2)
+    owner = jnp.clip(batch.rows, 0, sequences - 1)
+    mixed = mixed[owner, jnp.clip(jnp.arange(tokens) - pieces.starts[owner], 0, most - 1)]
+    real = (batch.positions >= 0)[:, None, None, None]
+    return jnp.where(real, mixed[..., : spec.value_dim], 0).astype(query.dtype)
+
+
+def attend_singles(
+    query: jax.Array,
+    kv: PagedKV,
+    batch: RaggedBatch,
+    spec: AttentionSpec,
+    kind: str,
+    *,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of one device's queries of those sequences that have one, in any step. The result is [tokens, kv_heads,
+    q_per_kv, value_dim] in the query's dtype, with arbitrary finite numbers for the tokens of other sequences.
+
+    Args:
+        query: [tokens, kv_heads, q_per_kv, head_dim].
+        kv: combined pages.
+        batch: the flat batch.
+        spec: the layer's attention.
+        kind: the device kind.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
+        interpret: run the kernel in the interpreter.
+    """
+    tokens, sequences = len(query), len(batch.kv_lens)
+    counts = jnp.diff(batch.query_starts)
+    order = jnp.argsort(counts != 1, stable=True).astype(jnp.int32)
+    number = (counts == 1).sum(dtype=jnp.int32)
+    alone = replace(
+        batch,
+        query_starts=jnp.minimum(jnp.arange(sequences + 1, dtype=jnp.int32), number),
+        kv_lens=jnp.where(counts == 1, batch.kv_lens, 0)[order],
+        num_sequences=number[None],
+        tables=tuple(table[order] for table in batch.tables),
+        max_queries=1,
+    )
+    first = query[jnp.minimum(batch.query_starts[:-1], tokens - 1)[order]]
+    mixed = attend(first, kv, alone, spec, kind, sinks=sinks, interpret=interpret)
+    return mixed[jnp.argsort(order)[jnp.clip(batch.rows, 0, sequences - 1)]]
+
+
+def _attend(
+    queries: jax.Array,
+    *,
+    kv: PagedKV,
+    pieces: Pieces,
+    spec: AttentionSpec,
+    kind: str,
+    sinks: jax.Array | None,
+    group: int,
+    interpret: bool,
+) -> jax.Array:
+    """queries [pieces, kv_heads, rows, width], where rows are `group` for each query of a piece; the result has their
+    shape."""
+    count, heads, rows, width = queries.shape
+    page_size, padded = kv.pages.shape[1], kv.pages.shape[2] * kv.pages.shape[3] // (2 * width)
+    block = page_block(kv, pieces.table.shape[1])
+    steps = 2 if kind in TWO_CORES and count > 1 else 1
+    steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
+    each = -(-count // steps)
+    steps = -(-count // each)
+    x = jnp.pad(queries, ((0, steps * each - count), (0, 0), (0, 0), (0, 0)))
+    logits = jnp.full((heads, rows, 1), -jnp.inf, jnp.float32)
+    if sinks is not None:
+        logits = jnp.tile(sinks.astype(jnp.float32), (1, rows // group))[..., None]
+    counts = jnp.diff(pieces.starts)
+    of_queries = pl.BlockSpec((each, heads, rows, width), lambda step, *_: (step, 0, 0, 0))
+    mixed: jax.Array = pl.pallas_call(
+        partial(_kernel, spec=spec, page_size=page_size, group=group, kv_heads=padded),
+        out_shape=jax.ShapeDtypeStruct(x.shape, queries.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(steps,),
+            in_specs=[
+                of_queries,
+                pl.BlockSpec(logits.shape, lambda step, *_: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=of_queries,
+            scratch_shapes=[
+                pltpu.VMEM((2, block, *kv.pages.shape[1:]), kv.pages.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
+        cost_estimate=_cost(queries, kv, pieces, spec),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )(pieces.number, pieces.lengths, counts, pieces.table, x, logits, kv.pages)
+    return mixed[:count]
+
+
+def page_block(kv: PagedKV, pages: int) -> int:
+    """Pages of one block of a table of `pages` columns."""
+    page_bytes = kv.pages.nbytes // len(kv.pages)
+    return max(1, min(pages, BLOCK_BYTES // page_bytes, BLOCK_TOKENS // kv.pages.shape[1]))
+
+
+def _cost(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
+    """What the kernel has to do where each piece has as many tokens as its row of the table has room for, or all of
+    them as many as there are pages. Lengths are not known while a program is compiled."""
+    _, heads, rows, _ = queries.shape
+    pages = min(pieces.table.size, len(kv.pages))
+    pairs = pages * kv.pages.shape[1]
+    return pl.CostEstimate(
+        flops=int(attention_flops(heads * rows, spec, pairs)),
+        bytes_accessed=pages * (kv.pages.nbytes // len(kv.pages)) + 2 * queries.nbytes,
+        transcendentals=heads * rows * pairs,
+    )
+
+
+def _kernel(
+    number: Any,
+    lengths: Any,
+    counts: Any,
+    table: Any,
+    queries: Any,
+    sinks: Any,
+    pages: Any,
+    out: Any,
+    buffer: Any,
+    ready: Any,
+    slots: Any,
+    *,
+    spec: AttentionSpec,
+    page_size: int,
+    group: int,
+    kv_heads: int,
+) -> None:
+    """One step's sequences, one after another. queries and out [pieces, kv_heads, rows, width], sinks [kv_heads, rows,
+    1]."""
+    each, heads, rows, width = queries.shape
+    page_block = buffer.shape[1]
+    keys = page_block * page_size
+    copies = PageCopies((pages,), (buffer,), ready, table)
+    begin = pl.program_id(0) * each
+    end = jnp.minimum(begin + each, number[0])
+
+    def used_pages(index: Any) -> Any:
+        return pl.cdiv(lengths[index], page_size)
+
+    @pl.when(begin < end)
+    def copy_first() -> None:
+        slots[0] = 0
+        copies.start(begin, 0, used_pages(begin), 0)
+
+    out[...] = jnp.zeros(out.shape, out.dtype)
+
+    def piece(index: Any, _: None) -> None:
+        length, used = lengths[index], used_pages(index)
+        blocks = pl.cdiv(length, keys)
+        # Rows of a query see fewer keys than those of the last one.
+        behind = counts[index] - 1 - jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) // group
+
+        def block(number_of_block: Any, carry: Any) -> Any:
+            slot, later = slots[0], number_of_block + 1 < blocks
+            then = jnp.where(later, index, index + 1)
+
+            @pl.when(then < end)
+            def copy_next() -> None:
+                copies.start(then, jnp.where(later, number_of_block + 1, 0), used_pages(then), 1 - slot)
+
+            copies.wait(number_of_block, used, slot)
+            slots[0] = 1 - slot
+            left = length - number_of_block * keys
+            few = max(1, page_block // FEW)
+            sizes = [partial(attended, slot, left, n) for n in (few, page_block)]
+            return jax.lax.cond(left <= few * page_size, *sizes, carry)
+
+        def attended(slot: Any, left: Any, n: int, carry: Any) -> Any:
+            shape = (rows if rows > group else 1, n * page_size)
+            lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+            last = left - behind if rows > group else left
+            hidden = lane >= last
+            if spec.window is not None:
+                hidden = hidden | (lane < last - spec.window)
+            found = buffer.at[slot, pl.ds(0, n)]
+            return tuple(
+                state.attended(queries[index - begin, head], *_separated(found, head, kv_heads, left), hidden, spec)
+                for head, state in enumerate(carry)
+            )
+
+        start = []
+        for head in range(heads):
+            logits = sinks[head]
+            some = logits > -jnp.inf
+            start.append(
+                Running(
+                    jnp.where(some, logits, MASKED),
+                    jnp.where(some, 1.0, 0.0),
+                    jnp.zeros((rows, width), jnp.float32),
+                )
+            )
+        for head, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
+            out[index - begin, head] = state.result().astype(out.dtype)
+
+    jax.lax.fori_loop(begin, end, piece, None)
+
+
+def _separated(pages: Any, head: int, heads: int, left: Any) -> tuple[jax.Array, jax.Array]:
+    """The keys and values [tokens, width] of a head in `pages` [pages, page_size, parts * kv_heads * 2, 128]. Those
+    from token `left` on, of which memory may hold anything, are zeros."""
+    number, page_size, rows, lanes = pages.shape
+    tokens, parts = number * page_size, rows // (2 * heads)
+    there = jax.lax.broadcasted_iota(jnp.int32, (tokens, lanes), 0) < left
+    flat, words = pages.reshape(tokens * rows, lanes), pages.dtype != jnp.float32
+    if words:
+        flat, rows = flat.bitcast(jnp.uint32), rows // 2
+
+    def loaded(row: int, stride: int) -> jax.Array:
+        """Rows `row` of each part of each token, as wide as the head."""
+        places = [part * stride + row for part in range(parts)]
+        found = [flat[...] if rows == 1 else flat[place::rows, :] for place in places]
+        return jnp.concatenate([jnp.where(there, part, jnp.zeros_like(part)) for part in found], axis=1)
+
+    if not words:
+        return loaded(2 * head, 2 * heads), loaded(2 * head + 1, 2 * heads)
+    both = loaded(head, heads)  # a bfloat16 is the upper half of a float32
+    key, value = pltpu.bitcast(both << 16, jnp.float32), pltpu.bitcast((both >> 16) << 16, jnp.float32)
+    return key.astype(jnp.bfloat16), value.astype(jnp.bfloat16)
