@@ -35,6 +35,7 @@ from ttpu_jax.model.modules import (
 )
 from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
+from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.kernels import with_adapters
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.parts import Part, part
@@ -282,9 +283,9 @@ class Decoder(nnx.Module):
         angles = self._angles(batch.positions[:, None], batch.lengths)
         turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
         step = Step(positions, turned, batch.adapters)
-        placement = self.runtime.placement
+        placement, kernels = self.runtime.placement, self.runtime.attention != REFERENCE.name
         x, caches, _ = self._through_layers(
-            tokens[None], step, caches, lambda held, _: PagedCache(held, batch, placement)
+            tokens[None], step, caches, lambda held, _: PagedCache(held, batch, placement, kernels)
         )
         return self.finished(x)[0], caches
 

@@ -316,18 +316,21 @@ class PagedCache:
             pages.
         batch: the sequence of each token, and the page table and state slot of each sequence.
         placement: of the pages.
+        kernels: whether kernels write pages that are not quantized, else XLA's scatter.
     """
 
     held: Any
     batch: RaggedBatch
     placement: Placement = field(metadata={"static": True})
+    kernels: bool = field(default=True, metadata={"static": True})
 
     @part(Part.CACHE)
     def write(self, key: jax.Array, value: jax.Array) -> tuple[PagedCache, Keys]:
         """Write key [1, kv_heads, tokens, head_dim] and value [1, kv_heads, tokens, value_dim] to the pages, and return
         the updated cache and the pages for queries to attend to."""
         context = _pages_context(self.placement, key.shape[1])
-        pages = write(self.held, key[0].swapaxes(0, 1), value[0].swapaxes(0, 1), self.batch, context=context)
+        rows = key[0].swapaxes(0, 1), value[0].swapaxes(0, 1)
+        pages = write(self.held, *rows, self.batch, context=context, by_kernel=self.kernels)
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
     @part(Part.ATTENTION)

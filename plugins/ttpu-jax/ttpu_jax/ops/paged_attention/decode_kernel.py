@@ -174,7 +174,7 @@ def _attend(
             in_specs=[
                 of_queries,
                 pl.BlockSpec(logits.shape, lambda step, *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=of_queries,
             scratch_shapes=[

@@ -150,7 +150,7 @@ def _attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(steps,),
-            in_specs=[of_queries, of_sinks, pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[of_queries, of_sinks, pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=of_queries,
             scratch_shapes=scratch,
         ),

@@ -7,7 +7,6 @@ written back. Padding tokens are not written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, QUERY_TILE
 from ttpu_jax.ops.paged_attention.layout import scales_of, widened
+from ttpu_jax.ops.paged_attention.runs import Runs, when
 
 TOKENS_OF_ROW = LANES // PAIR  # whose scales one row holds
 MOST_TOKENS = 256  # of one step of the grid
@@ -47,12 +47,12 @@ def write(kv: PagedKV, key: jax.Array, value: jax.Array, batch: RaggedBatch, *, 
     sequences = len(batch.kv_lens)
     block, runs = _tokens_of_step(kv, keys, single=single, sequences=sequences)
     per_head = pl.BlockSpec((heads, block, width), lambda i, *_: (0, i, 0))
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
     moved = 2 * keys.nbytes + tokens * rows * LANES
     pages_written = min(tokens, tokens // page_size + 2 * sequences)
     call = pl.pallas_call(
         partial(_write, single=single),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (kv.pages, kv.scales)],
+        out_shape=[pltpu.HBM(x.shape, x.dtype) for x in (kv.pages, kv.scales)],  # as in `page_write`
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(pl.cdiv(tokens, block),),
@@ -117,20 +117,7 @@ def _write(
     begin = pl.program_id(0) * block
     end = jnp.minimum(begin + block, starts[starts.shape[0] - 1])  # real tokens come first
 
-    def for_each_run(visit: Callable[[Any, Any, Any, Any], None]) -> None:
-        """visit(first token, its slot, number of tokens, number of the run)."""
-
-        def one(token: Any, run: Any) -> Any:
-            slot = slots[token]
-            left = page_size - jax.lax.rem(slot, page_size)
-            count = 1 if single else jnp.minimum(jnp.minimum(starts[rows[token] + 1], end) - token, left)
-            visit(token, slot, count, run)
-            return count
-
-        if single:
-            jax.lax.fori_loop(0, end - begin, lambda run, _: one(begin + run, run) and None, None)
-        else:
-            jax.lax.while_loop(lambda at: at[0] < end, lambda at: (at[0] + one(*at), at[1] + 1), (begin, jnp.int32(0)))
+    runs = Runs(slots, rows, starts, begin, end, block, page_size, single)
 
     def reading(slot: Any, run: Any) -> Any:
         """The copy of the scales of a run's page into VMEM."""
@@ -141,20 +128,11 @@ def _write(
         return pltpu.make_async_copy(held.at[run], scales.at[jax.lax.div(slot, page_size)], finished.at[1])
 
     def copies(token: Any, slot: Any, count: Any) -> list[tuple[Any, Any]]:
-        """The copies of a run's rows, in sizes of powers of two, and whether each takes place."""
-        page, offset = jax.lax.div(slot, page_size), jax.lax.rem(slot, page_size)
-        found = []
-        for bit in reversed(range(1 if single else min(page_size, block).bit_length())):
-            size = 1 << bit
-            before = 0 if single else (count >> (bit + 1)) << (bit + 1)
-            source = staged.at[pl.ds(token - begin + before, size)]
-            target = pages.at[page, pl.ds(offset + before, size)]
-            found.append((single or (count & size) > 0, pltpu.make_async_copy(source, target, finished.at[1])))
-        return found
+        return runs.copies(token, slot, count, staged, pages, finished.at[1])
 
     def write_rows(token: Any, slot: Any, count: Any, run: Any) -> None:
         for there, copy in copies(token, slot, count):
-            _when(there, copy.start)
+            when(there, copy.start)
 
     def write_scales(token: Any, slot: Any, count: Any, run: Any) -> None:
         _merge(entries, held, run, token - begin, jax.lax.rem(slot, page_size), count, single=single)
@@ -162,22 +140,15 @@ def _write(
 
     def wait_for_run(token: Any, slot: Any, count: Any, run: Any) -> None:
         for there, copy in copies(token, slot, count):
-            _when(there, copy.wait)
+            when(there, copy.wait)
         writing(slot, run).wait()
 
-    for_each_run(lambda token, slot, count, run: reading(slot, run).start())
+    runs.for_each(lambda token, slot, count, run: reading(slot, run).start())
     _quantize(key, value, staged, words, entries)
-    for_each_run(write_rows)
-    for_each_run(lambda token, slot, count, run: reading(slot, run).wait())
-    for_each_run(write_scales)
-    for_each_run(wait_for_run)
-
-
-def _when(there: Any, act: Callable[[], None]) -> None:
-    if there is True:
-        act()
-    else:
-        pl.when(there)(act)
+    runs.for_each(write_rows)
+    runs.for_each(lambda token, slot, count, run: reading(slot, run).wait())
+    runs.for_each(write_scales)
+    runs.for_each(wait_for_run)
 
 
 def _quantize(key: Any, value: Any, staged: Any, words: Any, entries: Any) -> None:

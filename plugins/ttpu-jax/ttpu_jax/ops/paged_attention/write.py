@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import int8_write
+from ttpu_jax.ops.paged_attention import int8_write, page_write
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of
@@ -23,6 +24,7 @@ def write(
     batch: RaggedBatch,
     *,
     context: AttentionContext | None = None,
+    by_kernel: bool = True,
 ) -> PagedKV:
     """The pages with each token's key and value in its slot. Those of padding tokens may be left out.
 
@@ -31,12 +33,18 @@ def write(
         key: [tokens, kv_heads, head_dim].
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
         batch: the flat batch.
-        context: the mesh, the axes that shard KV heads, the platform. On a TPU a kernel writes paired pages; without a
-            context, none does.
+        context: the mesh, the axes that shard KV heads, the platform. On a TPU kernels write pages with values beside
+            keys; without a context, none does.
+        by_kernel: let a kernel write pages that are not quantized to int8, else XLA's scatter.
     """
-    if context is not None and context.platform == "tpu" and is_paired(kv) and value is not None and _whole_rows(kv):
-        return _by_kernel(kv, key, value, batch, context)
+    on_tpu = context is not None and context.platform == "tpu"
+    if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
+        assert context is not None
+        return _by_int8_kernel(kv, key, value, batch, context)
     rows, scales = rows_of(kv, key, value)
+    if on_tpu and kv.scales is None and value is not None and by_kernel:
+        assert context is not None
+        return replace(kv, pages=_by_kernel(kv, rows, batch, context))
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
     page, offset = slots // size, slots % size
@@ -56,7 +64,26 @@ def _whole_rows(kv: PagedKV) -> bool:
     return kv.scales is not None and kv.scales.shape[2] == LANES
 
 
-def _by_kernel(
+def _by_kernel(kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext) -> jax.Array:
+    """The pages with rows [tokens, rows, width] in the tokens' slots."""
+    run = partial(page_write.write_rows, single=batch.max_queries == 1)
+    if context.mesh is not None:
+        heads = context.head_axes or None
+        of_pages, whole = PartitionSpec(None, None, heads), PartitionSpec()
+        run = jax.shard_map(  # the compiler cannot shard the kernel
+            run,
+            mesh=context.mesh,
+            in_specs=(of_pages, PartitionSpec(None, heads), whole, whole, whole),
+            out_specs=of_pages,
+            check_vma=False,
+        )
+    slots = batch.slots[kv.group]
+    owners = slots if batch.max_queries == 1 else batch.rows  # in the former case nobody reads them
+    written: jax.Array = run(kv.pages, rows, slots, owners, batch.query_starts)
+    return written
+
+
+def _by_int8_kernel(
     kv: PagedKV, key: jax.Array, value: jax.Array, batch: RaggedBatch, context: AttentionContext
 ) -> PagedKV:
     if context.mesh is None:
