@@ -18,7 +18,7 @@ class Runs:
 
     Args:
         slots: of the tokens, see `RaggedBatch.slots`.
-        rows: the sequence of each token.
+        rows: the sequence of each token; not read where `single`.
         starts: the first token of each sequence; its last entry is the number of real tokens.
         begin: the first token of the step.
         end: the end of the step's real tokens.
@@ -40,10 +40,12 @@ class Runs:
         """visit(first token, its slot, number of tokens, number of the run)."""
 
         def one(token: Any, run: Any) -> Any:
-            slot = self.slots[token]
-            left = self.page_size - jax.lax.rem(slot, self.page_size)
-            of_sequence = self.starts[self.rows[token] + 1]
-            count = 1 if self.single else jnp.minimum(jnp.minimum(of_sequence, self.end) - token, left)
+            slot: Any = self.slots[token]
+            count: Any = 1
+            if not self.single:
+                left = self.page_size - jax.lax.rem(slot, self.page_size)
+                of_sequence = self.starts[self.rows[token] + 1]
+                count = jnp.minimum(jnp.minimum(of_sequence, self.end) - token, left)
             visit(token, slot, count, run)
             return count
 
@@ -54,8 +56,14 @@ class Runs:
             jax.lax.while_loop(lambda at: at[0] < self.end, lambda at: (at[0] + one(*at), at[1] + 1), start)
 
     def copies(self, token: Any, slot: Any, count: Any, rows: Any, pages: Any, finished: Any) -> list[tuple[Any, Any]]:
-        """The copies of a run's `rows` [tokens of the step, ...] into `pages` [pages, page_size, ...], in sizes of
-        powers of two, and whether each takes place. `finished` is their semaphore."""
+        """The copies of a run, in sizes of powers of two, and whether each takes place.
+
+        Args:
+            token: the first of the run, whose `slot` and `count` of tokens `for_each` gives.
+            rows: a reference in VMEM, [tokens of the step, ...].
+            pages: a reference in HBM, [pages, page_size, ...].
+            finished: the semaphore of the copies.
+        """
         page, offset = jax.lax.div(slot, self.page_size), jax.lax.rem(slot, self.page_size)
         found = []
         for bit in reversed(range(1 if self.single else min(self.page_size, self.block).bit_length())):
