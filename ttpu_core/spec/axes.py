@@ -16,6 +16,7 @@ HEAD_DIM: Final = "head_dim"
 MLP: Final = "mlp"  # the MLP's inner dimension, or the channels of a convolution
 GATE_UP: Final = "gate_up"  # the pair (gate, up) of a gated MLP, or the inputs of a convolution, fused
 EXPERT: Final = "expert"
+ROUTED: Final = "routed"  # the experts between which a router chooses
 LAYERS: Final = "layers"  # the leading axis of parameters stacked over layers
 LATENT: Final = "latent"  # the compressed queries, or keys and values, of latent attention; an update of low rank
 NORM: Final = "norm"  # scale and bias of a normalisation over the residual stream
@@ -26,7 +27,8 @@ BATCH: Final = "batch"
 SEQUENCE: Final = "sequence"
 
 PARAMETER_AXES: Final = frozenset(
-    {VOCAB, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP, EXPERT, LAYERS, LATENT, NORM, POSITION}
+    {VOCAB, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP}
+    | {EXPERT, ROUTED, LAYERS, LATENT, NORM, POSITION}
 )
 ACTIVATION_AXES: Final = frozenset({BATCH, SEQUENCE})
 LOGICAL_AXES: Final = PARAMETER_AXES | ACTIVATION_AXES

@@ -263,14 +263,16 @@ def _activation(spec: ActivationSpec) -> Named:
 def _moe(spec: MoESpec, hidden: int) -> Named:
     experts, router = spec.choices, spec.router
     dtype = "float32" if router.fp32 else None
-    yield "router.kernel", Parameter((experts, hidden), (axes.EXPERT, axes.EMBED), dtype=dtype)
+    # Every device routes all of its tokens, to experts elsewhere too: a router that is sharded like experts is gathered
+    # for each use.
+    yield "router.kernel", Parameter((experts, hidden), (axes.ROUTED, axes.EMBED), dtype=dtype)
     if router.bias:
-        yield "router.bias", Parameter((experts,), (axes.EXPERT,), "zeros")
+        yield "router.bias", Parameter((experts,), (axes.ROUTED,), "zeros")
     if router.correction_bias:
         # Tiny steps on scores near 1, lost in bfloat16: transformers keeps it in float32, and so do checkpoints.
-        yield "router.correction_bias", Parameter((experts,), (axes.EXPERT,), "zeros", "float32", trained=False)
+        yield "router.correction_bias", Parameter((experts,), (axes.ROUTED,), "zeros", "float32", trained=False)
     if router.expert_scale:
-        yield "router.expert_scale", Parameter((experts,), (axes.EXPERT,), "ones")
+        yield "router.expert_scale", Parameter((experts,), (axes.ROUTED,), "ones")
     if router.norm is not None:
         yield from _prefixed("router.norm", _norm(router.norm, (hidden,), (axes.NORM,)))
     if router.input_scale is not None:

@@ -23,6 +23,7 @@ from ttpu_core.spec import (
 from ttpu_core.spec.parameters import layer_parameters
 from ttpu_jax.model.modules import Parameters, Runtime
 from ttpu_jax.model.moe import MoE
+from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.params.placement import Placement, local_placement
 
 HIDDEN = 16
@@ -93,8 +94,8 @@ def tokens(batch: int = 8, seq: int = 6, seed: int = 1) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, seq, HIDDEN)), jnp.float32)
 
 
-def module(spec: MoESpec, values: Arrays, placement: Placement | None = None) -> MoE:
-    return MoE(spec, Parameters(values, table(spec)), Runtime(placement or Placement()))
+def module(spec: MoESpec, values: Arrays, placement: Placement | None = None, form: ExpertsForm = "auto") -> MoE:
+    return MoE(spec, Parameters(values, table(spec)), Runtime(placement or Placement(), experts=form))
 
 
 def run(spec: MoESpec, values: Arrays, x: jax.Array, mesh: str | None = None) -> jax.Array:
@@ -102,7 +103,7 @@ def run(spec: MoESpec, values: Arrays, x: jax.Array, mesh: str | None = None) ->
 
 
 def run_with_gradients(
-    spec: MoESpec, values: Arrays, x: jax.Array, mesh: str | None = None
+    spec: MoESpec, values: Arrays, x: jax.Array, mesh: str | None = None, form: ExpertsForm = "auto"
 ) -> tuple[jax.Array, Arrays, jax.Array]:
     """The output, and the gradients to the parameters and to x."""
     placement = local_placement(mesh)
@@ -110,7 +111,7 @@ def run_with_gradients(
         values = {path: jax.device_put(a, placement.parameter(path, table(spec)[path])) for path, a in values.items()}
 
     def objective(values: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = module(spec, values, placement)(x)
+        out = module(spec, values, placement, form)(x)
         return loss(out), out
 
     (to_values, to_x), out = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(values, x)

@@ -26,21 +26,23 @@ EXPERT_BYTES = 3 * 768 * HIDDEN * 2
 KERNEL_BYTES = 128 * EXPERT_BYTES
 
 
-def compiled(mesh_text: str, batch: int, seq: int, *, spec: MoESpec = SPEC, gradient: bool = False) -> CompiledProgram:
+def compiled(
+    mesh_text: str, batch: int, seq: int, *, spec: MoESpec = SPEC, gradient: bool = False, hidden: int = HIDDEN
+) -> CompiledProgram:
     """The layer, or its gradient, for eight v5e devices."""
     topology = tpu_topology("v5e:2x4")
     placement = Placement(make_mesh(topology, parse_mesh(mesh_text)))
     layer = LayerSpec(AttentionSpec(2, 2, 8), spec, NormSpec())
     table = {
         path.removeprefix("moe."): parameter
-        for path, parameter in layer_parameters(layer, HIDDEN).items()
+        for path, parameter in layer_parameters(layer, hidden).items()
         if path.startswith("moe.")
     }
     values = {
         path: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=placement.parameter(path, p))
         for path, p in table.items()
     }
-    shape = (batch, seq, HIDDEN)
+    shape = (batch, seq, hidden)
     sharding = placement.sharding(placement.divisible(RESIDUAL, shape), shape, "x")
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
@@ -51,6 +53,10 @@ def compiled(mesh_text: str, batch: int, seq: int, *, spec: MoESpec = SPEC, grad
         return forward(values, x).astype(jnp.float32).sum()
 
     return compile_for(topology, jax.grad(loss) if gradient else forward, values, x)
+
+
+def kernels(program: CompiledProgram) -> set[str]:
+    return set(re.findall(r"%([a-z_]+)[.\d]* = .* custom-call\(.*tpu_custom_call", program.hlo_text))
 
 
 def kernel_copies(program: CompiledProgram) -> list[str]:
@@ -76,7 +82,16 @@ def test_a_decode_step_reads_its_share_of_the_experts_where_it_lies(mesh: str) -
     assert kernel_copies(program) == []
     assert program.argument_bytes <= KERNEL_BYTES / 8 + 2**20
     assert program.peak_bytes <= 1.5 * program.argument_bytes  # VMEM, where a part is fetched ahead, counts as well
-    assert program.hlo_text.count('custom_call_target="tpu_custom_call"') == 2
+    assert kernels(program) == {"route_few", "experts_of_few"}
+    assert not re.search(r" (sort|gather|scatter)\(", program.hlo_text)
+
+
+def test_128_tokens_of_many_features_fit_on_the_chip_and_more_tokens_are_grouped() -> None:
+    assert kernels(compiled("tensor=8", 128, 1, spec=MoESpec(8, 2, 14336), hidden=4096)) == {
+        "route_few",
+        "experts_of_few",
+    }
+    assert kernels(compiled("expert=8", 1, 256)) == {"grouped_product"}
 
 
 @pytest.mark.slow

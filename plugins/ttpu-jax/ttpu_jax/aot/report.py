@@ -30,6 +30,7 @@ from ttpu_jax.compiler_flags import TRAINING_OPTIONS
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement, device_bytes
 
@@ -158,6 +159,7 @@ def compile_report(
     layers: Layers = "unrolled",
     attn_implementation: str = "auto",
     attention_config: Mapping[str, Any] | None = None,
+    experts: ExpertsForm = "auto",
     quantization: Any = None,
 ) -> ProgramReport:
     """Compile one program of a model for a TPU slice and report the compiler's results.
@@ -179,6 +181,7 @@ def compile_report(
         layers: "unrolled" compiles each layer with its own cache array; "scan" compiles one layer and loops.
         attn_implementation: as in from_pretrained().
         attention_config: as in from_pretrained().
+        experts: how experts are computed, see `ttpu_jax.ops.few_tokens`.
         quantization: of the weights, as in from_pretrained().
 
     Raises:
@@ -205,7 +208,9 @@ def compile_report(
     )
     pallas = "auto" if config is None else config.use_pallas
     ropes = different_ropes(spec.layers)
-    runtime = Runtime(placement, attention.name, ropes, attention.options, use_pallas=pallas, dtype=kind)
+    runtime = Runtime(
+        placement, attention.name, ropes, attention.options, use_pallas=pallas, dtype=kind, experts=experts
+    )
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
         step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked)

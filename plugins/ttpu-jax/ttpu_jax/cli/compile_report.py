@@ -26,7 +26,12 @@ WITHOUT_PLUGIN = (
     "after its weights are read, and may change the programs."
 )
 
-USUAL: Mapping[str, Any] = {"layers": "unrolled", "attn_implementation": "auto", "quantization": None}
+USUAL: Mapping[str, Any] = {
+    "layers": "unrolled",
+    "attn_implementation": "auto",
+    "experts": "auto",
+    "quantization": None,
+}
 """Options that need an architecture, and what they are without being asked for."""
 
 
@@ -37,6 +42,14 @@ class TaskChoice(StrEnum):
     prefill = "prefill"
     train = "train"
     both = "both"
+
+
+class ExpertsChoice(StrEnum):
+    """How experts are computed."""
+
+    auto = "auto"
+    grouped = "grouped"
+    few = "few"
 
 
 class LayersChoice(StrEnum):
@@ -73,6 +86,10 @@ def compile_report(
     attn_implementation: Annotated[
         str, typer.Option(metavar="NAME", help="auto, eager, xla_flash_attention, splash_attention, or module:name.")
     ] = "auto",
+    experts: Annotated[
+        ExpertsChoice,
+        typer.Option(help="How experts are computed: on sorted tokens, in the form for few tokens, or the better one."),
+    ] = ExpertsChoice.auto,
     quantization: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Of the weights: w8a16, w8a8, w4a16-g128, w4a16-g128-asym, fp8, mxfp4."),
@@ -103,7 +120,12 @@ def compile_report(
     if picture is not None:
         check_picture(picture)
     axes = parse_mesh(mesh) if mesh else None
-    options = {"layers": layers.value, "attn_implementation": attn_implementation, "quantization": quantization}
+    options = {
+        "layers": layers.value,
+        "attn_implementation": attn_implementation,
+        "experts": experts.value,
+        "quantization": quantization,
+    }
     report, described = _reporter(checkpoint, options)
     wanted: list[tuple[Any, int, int]] = []
     if task in (TaskChoice.decode, TaskChoice.both):

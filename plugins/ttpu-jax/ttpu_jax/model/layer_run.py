@@ -184,8 +184,7 @@ def _positions(x: jax.Array) -> jax.Array:
 
 
 def _gauge_for(parameter: Parameter) -> Gauge:
-    of_experts = axes.EXPERT in parameter.axes[:1] and len(parameter.shape) > 2  # a router's outputs are experts too
-    experts = parameter.shape[0] if of_experts else None
+    experts = parameter.shape[0] if axes.EXPERT in parameter.axes[:1] else None
     return empty_gauge(parameter.shape[-1], experts)
 
 

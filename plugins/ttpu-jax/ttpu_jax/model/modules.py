@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_core.spec.parameters import SHARED
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
+from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.norm import normalize
@@ -42,7 +43,8 @@ class Runtime:
     and its options, the model's different ropes, the number of rows from which products are widened (see
     `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, the dtype of activations where no
     dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
-    that devices share norms, rounding and additions, and gather rounded activations. Static."""
+    that devices share norms, rounding and additions, and gather rounded activations; and the form in which experts are
+    computed (`ttpu_jax.ops.few_tokens`). Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -52,6 +54,7 @@ class Runtime:
     use_pallas: UsePallas = "auto"
     dtype: np.dtype[Any] = FLOAT32
     cuts_stream: bool = False
+    experts: ExpertsForm = "auto"
 
     @property
     def rotates_by_product(self) -> bool:

@@ -3,6 +3,7 @@ computes the contribution of its own experts, or of its shard of their inner dim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runtime, value_of
+from ttpu_jax.ops.few_tokens import Router as RouterValues
+from ttpu_jax.ops.few_tokens import run_few, why_not_few
 from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
@@ -39,6 +42,19 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the experts and their weights, both [batch, seq, experts_per_token], for x [batch, seq, hidden]."""
+        logits = self.runtime.placement.constrain(self.logits(x), *RESIDUAL)
+        if self.keeps_loads:
+            self.loads = ExpertLoads(expert_loads(logits, self.spec.experts_per_token))
+        return choose_experts(
+            logits,
+            self.spec.router,
+            self.spec.experts_per_token,
+            value_of(self.correction_bias),
+            value_of(self.expert_scale),
+        )
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return logits [batch, seq, choices] for x [batch, seq, hidden]."""
         spec = self.spec.router
         if self.norm is not None:
             x = self.norm(x)
@@ -47,13 +63,7 @@ class Router(nnx.Module):
         # transformers rounds the logits to the activations' dtype, except where a choice is corrected in float32.
         x = x.astype(jnp.float32) if spec.fp32 else x
         out_dtype = jnp.dtype(jnp.float32) if spec.correction_bias else x.dtype
-        logits = linear(x, value_of(self.kernel), value_of(self.bias), out_dtype=out_dtype)
-        logits = self.runtime.placement.constrain(logits, *RESIDUAL)
-        if self.keeps_loads:
-            self.loads = ExpertLoads(expert_loads(logits, self.spec.experts_per_token))
-        return choose_experts(
-            logits, spec, self.spec.experts_per_token, value_of(self.correction_bias), value_of(self.expert_scale)
-        )
+        return linear(x, value_of(self.kernel), value_of(self.bias), out_dtype=out_dtype)
 
 
 def expert_loads(logits: jax.Array, count: int) -> jax.Array:
@@ -97,32 +107,109 @@ class Experts(nnx.Module):
         Returns:
             [batch, seq, hidden].
         """
-        up = self.gate_up if self.spec.gated else self.up
-        kernels = ExpertKernels(*map(value_of, (up.kernel, self.down.kernel, up.bias, self.down.bias)))
-        mesh, platform = self.runtime.placement.mesh, self.runtime.placement.platform
+        platform = self.runtime.placement.platform
 
         def run(
             x: jax.Array,
             chosen: jax.Array,
             weights: jax.Array,
             kernels: ExpertKernels,
-            first: jax.Array | int = 0,
-            inner_axes: tuple[str, ...] = (),
+            first: jax.Array | int,
+            inner_axes: tuple[str, ...],
         ) -> jax.Array:
-            hidden, count = x.shape[-1], chosen.shape[-1]
-            rows = x.reshape(-1, hidden), chosen.reshape(-1, count), weights.reshape(-1, count)
-            return run_experts(*rows, kernels, self.spec, platform, first, inner_axes).reshape(x.shape)
+            return run_experts(x, chosen, weights, kernels, self.spec, platform, first, inner_axes)
+
+        return self._sharded(run, x, chosen, weights)
+
+    def why_not_few(self, x: jax.Array) -> str | None:
+        """Why `of_few` does not serve x [batch, seq, hidden], or None."""
+        placement = self.runtime.placement
+        tokens = x.shape[0] * x.shape[1]
+        if placement.mesh is not None:
+            *_, batch, sequence = self._mesh_axes(x)
+            tokens //= prod(placement.mesh.shape[axis] for axis in (*batch, *sequence))
+        return why_not_few(self.spec, self._kernels(), tokens, placement.platform, self.runtime.experts)
+
+    def of_few(self, x: jax.Array, router: Router, routed_by: jax.Array) -> jax.Array:
+        """`__call__` for few tokens, with their router. Each device routes the tokens that it multiplies.
+
+        Args:
+            x: [batch, seq, hidden].
+            router: of the experts.
+            routed_by: [batch, seq, hidden], the router's input.
+
+        Returns:
+            [batch, seq, hidden].
+        """
+        placement = self.runtime.placement
+        if placement.mesh is not None:  # gathered once, for router and experts
+            *_, batch, sequence = self._mesh_axes(x)
+            tokens = NamedSharding(placement.mesh, PartitionSpec(batch or None, sequence or None, None))
+            same = routed_by is x
+            x = jax.lax.with_sharding_constraint(x, tokens)
+            routed_by = x if same else jax.lax.with_sharding_constraint(routed_by, tokens)
+        values = RouterValues(value_of(router.correction_bias), value_of(router.expert_scale))
+
+        def run(
+            x: jax.Array,
+            logits: jax.Array,
+            kernels: ExpertKernels,
+            first: jax.Array | int,
+            inner_axes: tuple[str, ...],
+            *values: jax.Array | None,
+        ) -> jax.Array:
+            return run_few(x, logits, kernels, first, RouterValues(*values), self.spec, placement.platform)
+
+        return self._sharded(run, x, router.logits(routed_by), whole=values)
+
+    def _kernels(self) -> ExpertKernels:
+        up = self.gate_up if self.spec.gated else self.up
+        return ExpertKernels(*map(value_of, (up.kernel, self.down.kernel, up.bias, self.down.bias)))
+
+    def _sharded(
+        self,
+        run: Callable[..., jax.Array],
+        x: jax.Array,
+        *of_tokens: jax.Array,
+        whole: tuple[jax.Array | None, ...] = (),
+    ) -> jax.Array:
+        """Call `run` on each device with its tokens and its part of the kernels, and add the results.
+
+        Args:
+            run: a function of x [tokens, hidden], of arrays [tokens, ...], the kernels of the device's experts, the
+                index of the first, the mesh axes that shard their inner dimension, and of arrays that all devices have.
+            x: [batch, seq, hidden].
+            of_tokens: [batch, seq, ...] each.
+            whole: arrays that all devices have.
+
+        Returns:
+            [batch, seq, hidden].
+        """
+        kernels, mesh = self._kernels(), self.runtime.placement.mesh
+
+        def of_rows(
+            x: jax.Array,
+            *rest: Any,
+            kernels: ExpertKernels,
+            first: jax.Array | int = 0,
+            inner: tuple[str, ...] = (),
+            whole: tuple[jax.Array | None, ...] = whole,
+        ) -> jax.Array:
+            rows = [each.reshape(-1, each.shape[-1]) for each in (x, *rest)]
+            return run(*rows, kernels, first, inner, *whole).reshape(x.shape)
 
         if mesh is None:
-            return run(x, chosen, weights, kernels).astype(x.dtype)
+            return of_rows(x, *of_tokens, kernels=kernels).astype(x.dtype)
         experts, inner, batch, sequence = self._mesh_axes(x)
 
-        def on_one_device(x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
+        def on_one_device(
+            tokens: tuple[jax.Array, ...], kernels: ExpertKernels, whole: tuple[jax.Array | None, ...]
+        ) -> jax.Array:
             first = jax.lax.axis_index(experts) * kernels.up.shape[0] if experts else 0
             if kernels.down_bias is not None and inner:  # of the devices that share an expert, one adds its bias
                 at_start = jax.lax.axis_index(inner) == 0
                 kernels = kernels._replace(down_bias=jnp.where(at_start, kernels.down_bias, 0))
-            return run(x, chosen, weights, kernels, first, inner)[None]
+            return of_rows(*tokens, kernels=kernels, first=first, inner=inner, whole=whole)[None]
 
         tokens = PartitionSpec(batch or None, sequence or None, None)
         up_bias = (experts or None, *((None,) if self.spec.gated else ()), inner or None)
@@ -140,10 +227,10 @@ class Experts(nnx.Module):
         parts = jax.shard_map(
             on_one_device,
             mesh=mesh,
-            in_specs=(tokens, tokens, tokens, in_specs),
+            in_specs=((tokens,) * (1 + len(of_tokens)), in_specs, (PartitionSpec(),) * len(whole)),
             out_specs=PartitionSpec((*experts, *inner) or None, *tokens),
             check_vma=False,  # the kernels do not say over which axes their results vary
-        )(x, chosen, weights, kernels)
+        )((x, *of_tokens), kernels, tuple(whole))
         return self.runtime.placement.constrain(parts.sum(0), *RESIDUAL).astype(x.dtype)
 
     def _mesh_axes(self, x: jax.Array) -> tuple[tuple[str, ...], ...]:
@@ -188,11 +275,15 @@ class MoE(nnx.Module):
 
         `routed_by` [batch, seq, hidden] is the input of the router where it is not x.
         """
-        chosen, weights = self.router(x if routed_by is None else routed_by)
-        out = self.experts(x, chosen, weights)
-        if self.spec.identity_experts:
-            kept = jnp.where(chosen >= self.spec.num_experts, weights, 0).sum(-1, keepdims=True)
-            out = (out + x * kept).astype(x.dtype)
+        routed_by = x if routed_by is None else routed_by
+        if not self.router.keeps_loads and self.experts.why_not_few(x) is None:
+            out = self.experts.of_few(x, self.router, routed_by)
+        else:
+            chosen, weights = self.router(routed_by)
+            out = self.experts(x, chosen, weights)
+            if self.spec.identity_experts:
+                kept = jnp.where(chosen >= self.spec.num_experts, weights, 0).sum(-1, keepdims=True)
+                out = (out + x * kept).astype(x.dtype)
         if self.shared is not None:
             shared = self.shared(x)
             if self.shared_gate is not None:

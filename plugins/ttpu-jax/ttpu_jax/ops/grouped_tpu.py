@@ -36,7 +36,7 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
     Returns:
         [rows, out] for `contract` 1, [rows, in] for `contract` 0.
     """
-    if _stored_transposed(kernels):
+    if stored_transposed(kernels):
         kernels, contract = kernels.swapaxes(1, 2), 1 - contract
     kernels = kernels.reshape(len(kernels), -1, kernels.shape[-1])
     rows, inner, outer = len(x), x.shape[1], kernels.shape[2 - contract]
@@ -140,7 +140,7 @@ def kernel_gradient(
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    swap = _stored_transposed(kernels)
+    swap = stored_transposed(kernels)
     (x, block_rows), (gradient, _) = pad_rows(x, len(sizes)), pad_rows(gradient, len(sizes))
     left, right = (x, gradient) if swap else (gradient, x)
     tiling = (block_rows, block_of(left.shape[1], 512), block_of(right.shape[1], 512))
@@ -203,7 +203,7 @@ def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
     return group.astype(jnp.int32), tile.astype(jnp.int32), starts, ends, last[-1]
 
 
-def _stored_transposed(kernels: jax.Array) -> bool:
+def stored_transposed(kernels: jax.Array) -> bool:
     """Whether kernels [groups, out, in] lie in a TPU's memory as [groups, in, out], which is where the padding to whole
     tiles of 8 sublanes by 128 lanes takes less (as libtpu 0.0.42 decides it; a wrong guess costs a copy)."""
     if kernels.ndim != 3:

@@ -46,34 +46,84 @@ def choose_experts(
     Returns:
         int32 [..., count] and float32 [..., count].
     """
-    logits = logits.astype(jnp.float32)
-    if spec.logit_softcap is not None:
-        logits = jnp.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+    logits = _capped(logits, spec)
     if spec.score == "sparsemixer":
         chosen, weights = _sparsemixer(logits, count, spec.jitter)
     else:
-        scores = logits
-        if spec.score == "softmax":
-            scores = jax.nn.softmax(logits)
-        elif spec.score == "sigmoid":
-            scores = jax.nn.sigmoid(logits)
-        # If nothing is added to the scores, logits decide: the sigmoid saturates at 1 for large logits.
-        bare = spec.score == "sigmoid" and correction_bias is None and spec.groups == 1
-        preference = logits if bare else scores
-        if correction_bias is not None:
-            preference = preference + correction_bias.astype(jnp.float32)
-        chosen = jax.lax.top_k(_best_groups(preference, spec), count)[1]
+        scores, preference = _scores(logits, spec, correction_bias)
+        chosen = jax.lax.top_k(preference, count)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if spec.score == "topk_softmax":
             weights = jax.nn.softmax(weights)
-    if spec.renormalize:
-        total = weights.sum(-1, keepdims=True) + spec.renormalize_eps
-        weights = weights / (jnp.maximum(total, spec.renormalize_min) if spec.renormalize_min else total)
-    if spec.scaling_factor != 1.0:
-        weights = weights * spec.scaling_factor
+    weights = _scaled(weights, spec)
     if expert_scale is not None:
         weights = weights * expert_scale.astype(jnp.float32)[chosen]
     return chosen, weights
+
+
+def weigh_experts(
+    logits: jax.Array,
+    spec: RouterSpec,
+    count: int,
+    correction_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
+) -> jax.Array:
+    """`choose_experts` as weights of all experts: float32 [tokens, experts], zero for those that are not chosen. Takes
+    neither a sort nor a gather, so that a kernel can compute it, but for groups and "sparsemixer".
+
+    Args:
+        logits: [tokens, experts].
+        spec: the router.
+        count: experts per token.
+        correction_bias: [experts] or [1, experts].
+        expert_scale: [experts] or [1, experts].
+    """
+    if spec.score == "sparsemixer":
+        chosen, weights = choose_experts(logits, spec, count, correction_bias, expert_scale)
+        of_choice = jnp.where(chosen[..., None] == jnp.arange(logits.shape[-1]), weights[..., None], 0)
+        return of_choice.sum(-2)
+    scores, preference = _scores(_capped(logits, spec), spec, correction_bias)
+    index = jax.lax.broadcasted_iota(jnp.int32, preference.shape, 1).astype(jnp.float32)
+    preference = jnp.where(preference != preference, jnp.inf, preference)  # NaN comes first, as in top_k
+    chosen = jnp.zeros(preference.shape, jnp.bool_)
+    for _ in range(count):
+        left = jnp.where(chosen, -jnp.inf, preference)
+        best = (left == left.max(-1, keepdims=True)) & ~chosen
+        # Of equal ones the first, as top_k takes them. Where it takes experts at -inf, `best` has those not chosen yet.
+        chosen = chosen | (index == jnp.where(best, index, preference.shape[1]).min(-1, keepdims=True))
+    if spec.score == "topk_softmax":
+        scores = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))
+    weights = _scaled(jnp.where(chosen, scores, 0.0), spec)
+    return weights if expert_scale is None else weights * expert_scale.astype(jnp.float32)
+
+
+def _capped(logits: jax.Array, spec: RouterSpec) -> jax.Array:
+    """The logits in float32, soft-capped where the router does that."""
+    logits = logits.astype(jnp.float32)
+    return logits if spec.logit_softcap is None else jnp.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+
+
+def _scores(logits: jax.Array, spec: RouterSpec, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What weighs experts and what chooses them, both float32 like logits [..., experts]."""
+    scores = logits
+    if spec.score == "softmax":
+        scores = jax.nn.softmax(logits)
+    elif spec.score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    # If nothing is added to the scores, logits decide: the sigmoid saturates at 1 for large logits.
+    bare = spec.score == "sigmoid" and correction_bias is None and spec.groups == 1
+    preference = logits if bare else scores
+    if correction_bias is not None:
+        preference = preference + correction_bias.astype(jnp.float32)
+    return scores, _best_groups(preference, spec)
+
+
+def _scaled(weights: jax.Array, spec: RouterSpec) -> jax.Array:
+    """Weights [..., experts] of a token's experts (zero for others), renormalised and scaled as the router has it."""
+    if spec.renormalize:
+        total = weights.sum(-1, keepdims=True) + spec.renormalize_eps
+        weights = weights / (jnp.maximum(total, spec.renormalize_min) if spec.renormalize_min else total)
+    return weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
 
 
 def _best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:

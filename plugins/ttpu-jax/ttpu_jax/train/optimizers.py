@@ -164,8 +164,8 @@ def _is_matrix(path: str) -> bool:
 
 def _as_matrix(kernel: Parameter) -> contrib.MuonDimensionNumbers:
     """A kernel [layers, expert, *out, in] is one matrix for each layer and expert, whatever its output axes are."""
-    last = len(kernel.shape) - 1
-    outputs = tuple(place for place in range(last) if kernel.axes[place] not in (axes.LAYERS, axes.EXPERT))
+    last, stacks = len(kernel.shape) - 1, (axes.LAYERS, axes.EXPERT, axes.ROUTED)
+    outputs = tuple(place for place in range(last) if kernel.axes[place] not in stacks)
     return contrib.MuonDimensionNumbers(reduction_axis=last, output_axis=outputs)
 
 
