@@ -209,7 +209,7 @@ def attention(**changes: Any) -> LayerSpec:
 
 def expert_kernels(experts: int) -> Table:
     return {
-        "moe.router.kernel": ((experts, HIDDEN), ("expert", "embed")),
+        "moe.router.kernel": ((experts, HIDDEN), ("routed", "embed")),
         "moe.experts.gate_up.kernel": ((experts, 2, INNER, HIDDEN), ("expert", "gate_up", "mlp", "embed")),
         "moe.experts.down.kernel": ((experts, HIDDEN, INNER), ("expert", "embed", "mlp")),
     }
@@ -369,9 +369,9 @@ LAYERS: dict[str, tuple[LayerSpec, Table]] = {
             **PROJECTIONS,
             **expert_kernels(EXPERTS),
             "mlp_norm.scale": RESIDUAL,
-            "moe.router.bias": ((EXPERTS,), ("expert",)),
-            "moe.router.correction_bias": ((EXPERTS,), ("expert",)),
-            "moe.router.expert_scale": ((EXPERTS,), ("expert",)),
+            "moe.router.bias": ((EXPERTS,), ("routed",)),
+            "moe.router.correction_bias": ((EXPERTS,), ("routed",)),
+            "moe.router.expert_scale": ((EXPERTS,), ("routed",)),
             "moe.router.norm.scale": RESIDUAL,
             "moe.router.scale": RESIDUAL,
             "moe.experts.gate_up.bias": ((EXPERTS, 2, INNER), ("expert", "gate_up", "mlp")),
@@ -397,10 +397,10 @@ LAYERS: dict[str, tuple[LayerSpec, Table]] = {
             **PROJECTIONS,
             **expert_kernels(EXPERTS),
             "mlp_norm.scale": RESIDUAL,
-            "moe.router.kernel": ((EXPERTS + 3, HIDDEN), ("expert", "embed")),
-            "moe.router.bias": ((EXPERTS + 3,), ("expert",)),
-            "moe.router.correction_bias": ((EXPERTS + 3,), ("expert",)),
-            "moe.router.expert_scale": ((EXPERTS + 3,), ("expert",)),
+            "moe.router.kernel": ((EXPERTS + 3, HIDDEN), ("routed", "embed")),
+            "moe.router.bias": ((EXPERTS + 3,), ("routed",)),
+            "moe.router.correction_bias": ((EXPERTS + 3,), ("routed",)),
+            "moe.router.expert_scale": ((EXPERTS + 3,), ("routed",)),
         },
     ),
     "a mixer of a plugin's own": (
