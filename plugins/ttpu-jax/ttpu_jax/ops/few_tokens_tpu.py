@@ -16,11 +16,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import MoESpec, RouterSpec
-from ttpu_core.spec.arithmetic import product_flops
+from ttpu_core.spec.arithmetic import expert_shares, product_flops
 from ttpu_jax.ops.activation import activate, gated_activation
+from ttpu_jax.ops.attention.blocks import device_kind
+from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.few_tokens import inner_block
 from ttpu_jax.ops.grouped_tpu import stored_transposed
 from ttpu_jax.ops.moe import ExpertKernels, weigh_experts
+
+_FEW_SHARE = 0.5
+_FETCHED_BYTES = 48 << 20
+_LARGE_VMEM = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
+"""Chips of which a core has 128 MiB of VMEM."""
 
 
 class Routing(NamedTuple):
@@ -133,11 +140,15 @@ def run_visited(
     up, down = kernels.up, kernels.down
     assert isinstance(up, jax.Array)
     assert isinstance(down, jax.Array)
+    tokens = len(x)
     up, swapped = up if spec.gated else up[:, None], stored_transposed(down)
     if swapped:
         down = down.swapaxes(1, 2)
+    share, _ = expert_shares(spec, tokens)
+    if not interpret:
+        up, down = _placed(up, down, share)
     experts, halves, inner, hidden = up.shape
-    tokens, itemsize = len(x), up.dtype.itemsize
+    itemsize = up.dtype.itemsize
     x = jnp.pad(x, ((0, -tokens % (32 // itemsize)), (0, 0)))
     weights = jnp.pad(routing.weights, ((0, len(x) - tokens), (0, 0)))
     block = inner_block(inner, (halves + 1) * hidden * itemsize)
@@ -175,14 +186,24 @@ def run_visited(
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=int(experts * product_flops((halves + 1) * hidden * inner, rows)),
-            bytes_accessed=up.nbytes + down.nbytes + x.nbytes + 4 * rows * hidden,
-            transcendentals=experts * rows * inner,
+            flops=int(share * experts * product_flops((halves + 1) * hidden * inner, rows)),
+            bytes_accessed=int(share * (up.nbytes + down.nbytes)) + x.nbytes + 4 * rows * hidden,
+            transcendentals=int(share * experts * rows * inner),
         ),
         interpret=interpret,
         name="experts_of_few",
     )(routing.visits, jnp.asarray(first, jnp.int32).reshape(1), *operands)
     return out[:tokens]
+
+
+def _placed(up: jax.Array, down: jax.Array, share: float) -> tuple[jax.Array, jax.Array]:
+    """Where the compiler puts kernels [experts, ...] of which a kernel reads at most this share. Where it reads most,
+    `down` is fetched while other parts of the layer leave HBM idle; where it reads few, all stay where they are."""
+    if share < _FEW_SHARE:
+        return tuple(pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (up, down))
+    if share == 1 and down.nbytes <= _FETCHED_BYTES and device_kind(AttentionContext(mesh=None)) in _LARGE_VMEM:
+        down = pltpu.with_memory_space_constraint(down, pltpu.VMEM)
+    return up, down
 
 
 def _visit(
