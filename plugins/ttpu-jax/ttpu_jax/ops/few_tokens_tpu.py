@@ -32,11 +32,12 @@ _LARGE_VMEM = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 class Routing(NamedTuple):
     """What a router decides for tokens: float32 weights [tokens, choices], zero where a token did not choose an expert;
-    int32 [2, choices]: the experts of this device that any token chose, in order, then -1; and in the second row how
-    many they are, everywhere."""
+    int32 [choices]: the experts of this device that any token chose, in order, then -1; and int32 [1]: how many they
+    are, at least 1."""
 
     weights: jax.Array
     visits: jax.Array
+    visited: jax.Array
 
 
 def route(
@@ -67,24 +68,24 @@ def route(
     vectors = [None if each is None else each.reshape(1, -1) for each in (correction_bias, expert_scale)]
     given = [each for each in vectors if each is not None]
     whole = pl.BlockSpec(memory_space=pltpu.VMEM)
-    return Routing(
-        *pl.pallas_call(
-            partial(_route, spec=spec, experts=experts, has=tuple(each is not None for each in vectors)),
-            out_shape=(
-                jax.ShapeDtypeStruct((tokens, choices), jnp.float32),
-                jax.ShapeDtypeStruct((2, choices), jnp.int32),
-            ),
-            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), whole, *(whole for _ in given)],
-            out_specs=(whole, whole),
-            cost_estimate=pl.CostEstimate(
-                flops=choices * (20 * spec.experts_per_token * tokens + 2 * choices),
-                bytes_accessed=logits.nbytes + 4 * (tokens + 2) * choices,
-                transcendentals=tokens * choices,
-            ),
-            interpret=interpret,
-            name="route_few",
-        )(jnp.asarray(first, jnp.int32).reshape(1), logits, *given)
-    )
+    weights, visits, count = pl.pallas_call(
+        partial(_route, spec=spec, experts=experts, has=tuple(each is not None for each in vectors)),
+        out_shape=(
+            jax.ShapeDtypeStruct((tokens, choices), jnp.float32),
+            jax.ShapeDtypeStruct((1, choices), jnp.int32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), whole, *(whole for _ in given)],
+        out_specs=(whole, whole, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        cost_estimate=pl.CostEstimate(
+            flops=choices * (20 * spec.experts_per_token * tokens + 2 * choices),
+            bytes_accessed=logits.nbytes + 4 * (tokens + 2) * choices,
+            transcendentals=tokens * choices,
+        ),
+        interpret=interpret,
+        name="route_few",
+    )(jnp.asarray(first, jnp.int32).reshape(1), logits, *given)
+    return Routing(weights, visits[0], count)
 
 
 def _in_kernel(spec: RouterSpec) -> bool:
@@ -93,7 +94,7 @@ def _in_kernel(spec: RouterSpec) -> bool:
 
 
 def _route(first: Any, logits: Any, *rest: Any, spec: MoESpec, experts: int, has: tuple[bool, ...]) -> None:
-    *given, weights_out, visits_out = rest
+    *given, weights_out, visits_out, count_out = rest
     values = iter(given)
     bias, scale = (next(values)[...] if there else None for there in has)
     weights = logits[...]
@@ -111,8 +112,9 @@ def _route(first: Any, logits: Any, *rest: Any, spec: MoESpec, experts: int, has
     here = (upto.astype(jnp.int32) - 1 == column) & (is_used > 0)
     visits = jnp.where(here, row.astype(jnp.float32), 0.0).sum(0, keepdims=True).astype(jnp.int32)
     total = used.sum(1, keepdims=True).astype(jnp.int32)
-    visits_out[0:1, :] = jnp.where(index < total, visits, -1)
-    visits_out[1:2, :] = jnp.broadcast_to(total, (1, choices))
+    visits_out[...] = jnp.where(index < total, visits, -1)
+    # A device whose experts nobody chose visits one, as number -1, which no token has a weight for.
+    count_out[0] = jnp.maximum(used.sum().astype(jnp.int32), 1)
 
 
 def run_visited(
@@ -155,7 +157,7 @@ def run_visited(
     rows = len(x)
 
     def of_expert(visit: Any, n: Any, visits: Any, first: Any) -> Any:
-        return jnp.clip(visits[0, visit] - first[0], 0, experts - 1)
+        return jnp.clip(visits[visit] - first[0], 0, experts - 1)
 
     specs = [
         pl.BlockSpec((rows, hidden), lambda *_: (0, 0)),
@@ -173,14 +175,12 @@ def run_visited(
         operands.append(kernels.down_bias.reshape(experts, 1, hidden))
         specs.append(pl.BlockSpec((None, 1, hidden), lambda v, n, *s: (of_expert(v, n, *s), 0, 0)))
     has = (kernels.up_bias is not None, kernels.down_bias is not None)
-    # A device whose experts nobody chose visits one, as number -1, which no token has a weight for.
-    count = jnp.maximum(routing.visits[1, 0], 1)
     out: jax.Array = pl.pallas_call(
         partial(_visit, spec=spec, swapped=swapped, has=has),
         out_shape=jax.ShapeDtypeStruct((rows, hidden), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(count, inner // block),
+            grid=(routing.visited[0], inner // block),
             in_specs=specs,
             out_specs=pl.BlockSpec((rows, hidden), lambda *_: (0, 0)),
         ),
@@ -200,7 +200,7 @@ def _placed(up: jax.Array, down: jax.Array, share: float) -> tuple[jax.Array, ja
     """Where the compiler puts kernels [experts, ...] of which a kernel reads at most this share. Where it reads most,
     `down` is fetched while other parts of the layer leave HBM idle; where it reads few, all stay where they are."""
     if share < _FEW_SHARE:
-        return tuple(pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (up, down))
+        up, down = (pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (up, down))
     if share == 1 and down.nbytes <= _FETCHED_BYTES and device_kind(AttentionContext(mesh=None)) in _LARGE_VMEM:
         down = pltpu.with_memory_space_constraint(down, pltpu.VMEM)
     return up, down
@@ -229,7 +229,7 @@ def _visit(
     def _() -> None:
         out[...] = jnp.zeros_like(out)
 
-    mine = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 1) == visits[0, visit]
+    mine = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 1) == visits[visit]
     weight = jnp.where(mine, weights[...], 0.0).sum(1, keepdims=True)
     rounded = weight.astype(x.dtype).astype(jnp.float32)
     rows = x[...]
