@@ -170,7 +170,8 @@ def write_tables(names: list[str], results: dict[str, Any]) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(TABLES), default=list(TABLES), help="programs of these tables")
+    tables = list(TABLES)
+    parser.add_argument("--only", nargs="+", choices=tables, default=tables, help="programs of these tables")
     parser.add_argument("--tables", action="store_true", help="compile nothing")
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
