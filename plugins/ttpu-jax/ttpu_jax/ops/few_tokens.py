@@ -58,15 +58,26 @@ def why_not_few(spec: MoESpec, kernels: ExpertKernels, tokens: int, platform: st
 
 def _vmem_bytes(spec: MoESpec, down: jax.Array, tokens: int) -> int:
     """Of two blocks of kernels, tokens and results in flight, and of one block's results."""
-    itemsize, (hidden, inner) = down.dtype.itemsize, down.shape[-2:]
-    row_bytes = (3 if spec.gated else 2) * hidden * itemsize
-    return 2 * inner_block(inner, row_bytes) * row_bytes + tokens * hidden * (2 * itemsize + 3 * 4)
+    itemsize, hidden = down.dtype.itemsize, down.shape[-2]
+    block_bytes = inner_block(spec, down) * _row_bytes(spec, down)
+    return 2 * block_bytes + tokens * hidden * (2 * itemsize + 3 * 4)
 
 
-def inner_block(inner: int, row_bytes: int) -> int:
-    """Of an expert's inner features, of which each takes `row_bytes`, those of a block: all, or a multiple of 128 that
-    divides them and fits."""
-    limit = max(BLOCK_BYTES // row_bytes // LANES * LANES, LANES)
+def _row_bytes(spec: MoESpec, down: jax.Array) -> int:
+    """Of an expert's kernels, the bytes of one inner feature."""
+    return (3 if spec.gated else 2) * down.shape[-2] * down.dtype.itemsize
+
+
+def inner_block(spec: MoESpec, down: jax.Array) -> int:
+    """How many of an expert's inner features a block has: all, or a multiple of 128 that divides them, of at most
+    BLOCK_BYTES where one does.
+
+    Args:
+        spec: the mixture.
+        down: [experts, hidden, inner].
+    """
+    inner = down.shape[-1]
+    limit = max(BLOCK_BYTES // _row_bytes(spec, down) // LANES * LANES, LANES)
     if inner <= limit or inner % LANES:
         return inner
     return next(block for block in range(limit, 0, -LANES) if inner % block == 0)
@@ -101,7 +112,9 @@ def run_few(
     interpret, held = platform != "tpu", kernels.up.shape[0]
     routing = few_tokens_tpu.route(logits, spec, first, held, *router, interpret=interpret)
     kernels = jax.tree.map(lambda array: array.astype(x.dtype), kernels)
-    return few_tokens_tpu.run_visited(x, routing, kernels, spec, first, interpret=interpret)
+    assert isinstance(kernels.down, jax.Array)
+    block = inner_block(spec, kernels.down)
+    return few_tokens_tpu.run_visited(x, routing, kernels, spec, first, block, interpret=interpret)
 
 
 def _plain(
