@@ -147,6 +147,7 @@ class JaxBackend:
             attention.options,
             use_pallas=use_pallas,
             dtype=held,
+            experts=options.experts,
         )
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))
