@@ -308,7 +308,7 @@ def stream_axes(x: jax.Array, runtime: Runtime) -> tuple[str, ...]:
     return found if enough and not set(found) & set(sharded) else ()
 
 
-def ring_of(x: jax.Array, runtime: Runtime) -> Ring | None:
+def ring_of(x: jax.Array | jax.ShapeDtypeStruct, runtime: Runtime) -> Ring | None:
     """The devices that cut the rows of the residual stream x [batch, seq, ...] and exchange them around a ring; None
     where its rows are whole.
 
