@@ -191,8 +191,8 @@ class DecoderModel:
         return tuple(own) if "head.kernel" in own else ("embed.embedding", *own)
 
     def head_logits(self, ends: Params, hidden: jax.Array) -> jax.Array:
-        """Return `logits` [batch, seq, vocab] for `hidden` [batch, seq, hidden], of the parameters at `head_paths` alone,
-        whose vocabulary may have more padding."""
+        """Return `logits` [batch, seq, vocab] for `hidden` [batch, seq, hidden], of the parameters at `head_paths`
+        alone, whose vocabulary may have more padding."""
         table = {path: self.parameters[path] for path in self.head_paths}
         return head_logits(self.spec, ends, table, self.runtime, hidden)
 
@@ -248,6 +248,8 @@ def causal_model(
     """
     if runtime.placement.platform == "tpu" and _rounds_all_inputs(spec):
         runtime = replace(runtime, cuts_stream=True)
+    if runtime.stream != "whole" and not _has_dense_layers(spec):
+        runtime = replace(runtime, stream="whole")
     return DecoderModel(spec, runtime, stacked, remat, slices)
 
 
@@ -260,3 +262,14 @@ def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
     )
     forms = [form for path, form in spec.kernel_formats if path.startswith(LAYERS)]
     return plain and bool(forms) and all(form.activation is not None and form.group_size is None for form in forms)
+
+
+def _has_dense_layers(spec: ArchitectureSpec) -> bool:
+    """Whether all layers are softmax attention and a dense MLP, if any, with kernels that are not quantized."""
+    return not spec.kernel_formats and all(
+        isinstance(layer.mixer, AttentionSpec)
+        and isinstance(layer.mlp, MLPSpec | None)
+        and layer.block.beside is None
+        and layer.block.custom is None
+        for layer in spec.layers
+    )
