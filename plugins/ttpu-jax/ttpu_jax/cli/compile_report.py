@@ -32,6 +32,7 @@ USUAL: Mapping[str, Any] = {
     "experts": "auto",
     "quantization": None,
     "sharding_rules": None,
+    "residual_stream": "auto",
 }
 """Options that need an architecture, and what they are without being asked for."""
 
@@ -58,6 +59,13 @@ class LayersChoice(StrEnum):
 
     unrolled = "unrolled"
     scan = "scan"
+
+
+class StreamChoice(StrEnum):
+    """Where the residual stream of inference is cut."""
+
+    auto = "auto"
+    whole = "whole"
 
 
 def compile_report(
@@ -99,6 +107,10 @@ def compile_report(
         str | None,
         typer.Option(metavar="FORMAT", help="Of the weights: w8a16, w8a8, w4a16-g128, w4a16-g128-asym, fp8, mxfp4."),
     ] = None,
+    residual_stream: Annotated[
+        StreamChoice,
+        typer.Option(help="auto cuts the rows of long inputs over the tensor axis; whole keeps them on every device."),
+    ] = StreamChoice.auto,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say where the time goes, by part of the model.")
     ] = False,
@@ -131,6 +143,7 @@ def compile_report(
         "experts": experts.value,
         "quantization": quantization,
         "sharding_rules": sharding_rules,
+        "residual_stream": residual_stream.value,
     }
     report, described = _reporter(checkpoint, options)
     wanted: list[tuple[Any, int, int]] = []

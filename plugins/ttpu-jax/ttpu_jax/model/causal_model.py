@@ -16,7 +16,7 @@ from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, Parameter
 from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
-from ttpu_jax.model.decoder import Caches, Decoder
+from ttpu_jax.model.decoder import Caches, Decoder, head_logits
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import PagedLayout, empty_caches
 from ttpu_jax.model.pipeline import pipelined
@@ -184,6 +184,18 @@ class DecoderModel:
         final norm."""
         return self.module(params).logits(hidden)
 
+    @property
+    def head_paths(self) -> tuple[str, ...]:
+        """The paths of the parameters that `logits` reads; the first is the kernel's."""
+        own = [path for path in ("head.kernel", "head.bias") if path in self.parameters]
+        return tuple(own) if "head.kernel" in own else ("embed.embedding", *own)
+
+    def head_logits(self, ends: Params, hidden: jax.Array) -> jax.Array:
+        """Return `logits` [batch, seq, vocab] for `hidden` [batch, seq, hidden], of the parameters at `head_paths`
+        alone, whose vocabulary may have more padding."""
+        table = {path: self.parameters[path] for path in self.head_paths}
+        return head_logits(self.spec, ends, table, self.runtime, hidden)
+
     def ragged_forward(
         self, params: Params, tokens: jax.Array, batch: RaggedBatch, caches: Caches
     ) -> tuple[jax.Array, Caches]:
@@ -236,6 +248,8 @@ def causal_model(
     """
     if runtime.placement.platform == "tpu" and _rounds_all_inputs(spec):
         runtime = replace(runtime, cuts_stream=True)
+    if runtime.stream != "whole" and not _has_dense_layers(spec):
+        runtime = replace(runtime, stream="whole")
     return DecoderModel(spec, runtime, stacked, remat, slices)
 
 
@@ -248,3 +262,14 @@ def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
     )
     forms = [form for path, form in spec.kernel_formats if path.startswith(LAYERS)]
     return plain and bool(forms) and all(form.activation is not None and form.group_size is None for form in forms)
+
+
+def _has_dense_layers(spec: ArchitectureSpec) -> bool:
+    """Whether all layers are softmax attention and a dense MLP, if any, with kernels that are not quantized."""
+    return not spec.kernel_formats and all(
+        isinstance(layer.mixer, AttentionSpec)
+        and isinstance(layer.mlp, MLPSpec | None)
+        and layer.block.beside is None
+        and layer.block.custom is None
+        for layer in spec.layers
+    )
