@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from ttpu_core.spec import (
     RouterSpec,
 )
 from ttpu_core.spec.rope import RopeSpec
+from ttpu_core.spec.short_convolution import short_convolution
 from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
 from ttpu_jax.ops.matmul.rings import Ring, StreamForm, gathered_product, ring_mlp, scattered_product
@@ -97,6 +99,7 @@ def test_sums_travel_in_the_dtype_of_the_activations() -> None:
     assert sent and all(":bf16[" in line for line in sent)
 
 
+EXPERTS = MoESpec(4, 2, 16, router=RouterSpec())
 GQA = AttentionSpec(14, 2, 8, rope=ROPE, qkv_bias=True, output_bias=True, sinks=True)
 LAYERS = {
     "fewer KV heads than devices, with biases": LayerSpec(GQA, MLPSpec(21, bias=True), NORM),
@@ -124,6 +127,13 @@ LAYERS = {
     ),
     "a learned activation": LayerSpec(
         AttentionSpec(8, 8, 8, rope=ROPE), MLPSpec(16, ActivationSpec("xielu"), gated=False), NORM
+    ),
+    "experts": LayerSpec(AttentionSpec(8, 8, 8, rope=ROPE), EXPERTS, NORM),
+    "experts beside a shared one and a dense MLP": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE),
+        replace(EXPERTS, shared=MLPSpec(8), shared_gate=True, dense=MLPSpec(16), expert_bias=True),
+        NORM,
+        BlockSpec("sandwich"),
     ),
     "no MLP": LayerSpec(AttentionSpec(8, 8, 8, rope=ROPE), None, NORM),
     "sub-layers side by side": LayerSpec(
@@ -190,6 +200,12 @@ def test_logits_are_those_of_one_device(name: str, mesh: str) -> None:
     assert "ppermute" in found.text(batch)
 
 
+def test_experts_and_rows_are_cut_by_different_axes() -> None:
+    spec = architecture(*(LAYERS["experts beside a shared one and a dense MLP"],) * 2)
+    batch = tokens(2)
+    assert_close(Model(spec, "expert=2,tensor=4").logits(batch), Model(spec, None).logits(batch), 2e-5)
+
+
 def test_a_prompt_fills_the_cache_as_on_one_device() -> None:
     spec = architecture(*(LAYERS["norms behind the sub-layers too, and soft caps"],) * 3)
     of_rings, of_whole = Model(spec, "tensor=4"), Model(spec, "tensor=4", "whole")
@@ -209,15 +225,14 @@ def test_tokens_that_the_devices_do_not_divide_are_whole(seq: int) -> None:
     assert_close(found.logits(tokens(seq=seq)), Model(spec, None).logits(tokens(seq=seq)), 2e-5)
 
 
-def test_models_whose_layers_are_not_all_dense_are_whole() -> None:
-    experts = LayerSpec(AttentionSpec(8, 8, 8, rope=ROPE), MoESpec(4, 2, 16, router=RouterSpec()), NORM)
-    mixed = Model(architecture(LAYERS["no MLP"], experts), "tensor=2")
-    assert mixed.model.runtime.stream == "whole"
-    dense = architecture(LAYERS["sub-layers side by side"])
+def test_models_with_other_layers_or_quantized_kernels_are_whole() -> None:
     runtime = Runtime(local_placement("tensor=2"), stream="rings")
+    dense = architecture(LAYERS["sub-layers side by side"], LAYERS["experts"])
     assert causal_model(dense, runtime).runtime.stream == "rings"
     quantized = quantize_spec(dense, QuantizationConfig.parse("w8a16"))
     assert causal_model(quantized, runtime).runtime.stream == "whole"
+    other = replace(LAYERS["experts"], mixer=short_convolution(hidden_size=12, kernel=3))
+    assert causal_model(architecture(LAYERS["no MLP"], other), runtime).runtime.stream == "whole"
 
 
 def test_rings_are_for_tpus_unless_they_are_asked_for() -> None:
