@@ -1,9 +1,9 @@
 """What the TPU compiler's schedule predicts of another library's programs, by the instrument that predicts ours. In:
-an environment with google-tunix; out: benchmarks/results/peers.json, and the table between `<!-- predictions: peers -->`
-and `<!-- end of predictions -->` in docs/compile-report.md. Nothing runs on a TPU.
+an environment with google-tunix; out: benchmarks/results/peers.json, and the table below `<!-- predictions: peers -->`
+in docs/compile-report.md. Nothing runs on a TPU.
 
     python -m venv ~/tunix && ~/tunix/bin/pip install google-tunix libtpu
-    python benchmarks/peers.py --tunix ~/tunix/bin/python         every program, about 10 minutes on two cores, most of it for training
+    python benchmarks/peers.py --tunix ~/tunix/bin/python         every program, about 10 minutes on two cores
     python benchmarks/peers.py --tables                           write the table from the results of earlier runs
 
 The programs are a call of Tunix's Llama 3 in its own sharding, as its sampler makes it, with the likeliest token of the
