@@ -32,3 +32,10 @@ def test_the_tables_of_programs(script: ModuleType) -> None:
     assert {program.name for table in script.TABLES.values() for program in table} == set(stored)
     for name in script.TABLES:
         assert "\n".join(script.table_of(name, stored)) in DOC.read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize("script", ["peers"], indirect=True)
+def test_the_table_of_peers(script: ModuleType) -> None:
+    stored = json.loads(script.RESULTS.read_text())
+    assert {f"{task} {name}" for task, name in script.PROGRAMS} == set(stored)
+    assert "\n".join(script.table(stored, script.our_results())) in DOC.read_text(encoding="utf-8")
