@@ -82,8 +82,12 @@ TABLES: dict[str, list[Program]] = {
         *tensor_8("Llama-3.1-8B", "decode", "prefill"),
         Program("Llama-3.1-8B", "v5e:2x4", "train", options=("--batch", "8")),
         *tensor_8("gemma-3-12b", "decode"),
-        Program("Qwen3-30B-A3B", "v6e:2x4", "decode", "expert=2,tensor=4"),
-        *tensor_8("Mixtral-8x7B", "decode"),
+        *tensor_8("Qwen3-30B-A3B", "decode", "prefill"),
+        *(
+            Program("Qwen3-30B-A3B", name, "decode", "data=2,tensor=4", ("--sharding-rules", "expert=data+tensor"))
+            for name in ("v5e:2x4", "v6e:2x4")
+        ),
+        *tensor_8("Mixtral-8x7B", "decode", "prefill"),
     ],
 }
 
@@ -123,6 +127,8 @@ def roofline(program: Program, report: dict[str, Any]) -> list[str]:
     """A row of `roofline`."""
     total, least = report["total_seconds"], report["roofline_seconds"]
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
+    if "--sharding-rules" in program.options:
+        mesh += f"; {program.options[program.options.index('--sharding-rules') + 1]}"
     return [
         *(program.model, f"{report['task']} {report['batch']} × {report['context']}", program.slice, mesh),
         f"{report['peak_bytes'] / GIB:.1f} of {report['hbm_bytes'] / GIB:.2f}",
