@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from ttpu_core.quantization import QuantizationConfig, quantize_spec
+from ttpu_core.sharding.hardware import CHIPS
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
@@ -29,7 +30,15 @@ from ttpu_core.spec import (
 from ttpu_core.spec.rope import RopeSpec
 from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
-from ttpu_jax.ops.matmul.rings import Ring, StreamForm, gathered_product, ring_mlp, scattered_product
+from ttpu_jax.ops.matmul.rings import (
+    Ring,
+    StreamForm,
+    gathered_product,
+    hides_sums,
+    ring_mlp,
+    scattered_product,
+    scattered_rows,
+)
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import local_placement
 
@@ -68,14 +77,23 @@ class TestProducts:
         assert_close(found, jnp.einsum("bsi,oi->bso", x, kernel) + bias)
         assert found.sharding.spec[1] == "tensor"
 
-    def test_an_mlp_gathers_and_scatters(self, size: int) -> None:
+    def test_rows_of_a_table_are_scattered(self, size: int) -> None:
+        table = draw(7 * size, HIDDEN)
+        rows = np.random.default_rng(0).integers(0, 7 * size, (2, size * ROWS))
+        found = jax.jit(partial(scattered_rows, ring=ring(size)))(table, jnp.asarray(rows, jnp.int32))
+        np.testing.assert_array_equal(found, table[rows])
+        assert found.sharding.spec[1] == "tensor"
+
+    @pytest.mark.parametrize("sums_go_round", [True, False])
+    def test_an_mlp_gathers_and_scatters(self, size: int, sums_go_round: bool) -> None:
         x = draw(2, size * ROWS, HIDDEN)
         up, down = (draw(2, size * INNER, HIDDEN), draw(2, size * INNER)), (draw(HIDDEN, size * INNER), draw(HIDDEN))
 
         def activate(pair: jax.Array) -> jax.Array:
             return jax.nn.silu(pair[..., 0, :]) * pair[..., 1, :]
 
-        found = jax.jit(lambda *arrays: ring_mlp(*arrays, activate, ring(size)))(x, up, down)
+        mlp = partial(ring_mlp, activate=activate, ring=ring(size), sums_go_round=sums_go_round)
+        found = jax.jit(mlp)(x, up, down)
         inner = activate(jnp.einsum("bsi,poi->bspo", x, up[0]) + up[1])
         assert_close(found, jnp.einsum("bsi,oi->bso", inner, down[0]) + down[1])
         assert found.sharding.spec[1] == "tensor"
@@ -93,8 +111,18 @@ def test_rows_of_the_batch_that_devices_share_have_rings_of_their_own() -> None:
 def test_sums_travel_in_the_dtype_of_the_activations() -> None:
     x, kernel = draw(1, 4 * ROWS, 4 * INNER).astype(jnp.bfloat16), draw(HIDDEN, 4 * INNER).astype(jnp.bfloat16)
     text = str(jax.make_jaxpr(lambda x, kernel: scattered_product(x, kernel, None, ring(4)))(x, kernel))
-    sent = [line for line in text.splitlines() if "ppermute[" in line]
+    sent = [line for line in text.splitlines() if "reduce_scatter[" in line]
     assert sent and all(":bf16[" in line for line in sent)
+
+
+@pytest.mark.parametrize(
+    ("chip", "inner", "hides"),
+    [("v5e", 14336, True), ("v5e", 8192, False), ("v6e", 14336, False), ("v6e", 32768, True), (None, 8, True)],
+)
+def test_sums_go_round_where_products_take_as_long(chip: str | None, inner: int, hides: bool) -> None:
+    """Of 8 devices: 6 / 8 FLOPs for each inner and outer feature, and 4 bytes for the latter over both directions of a
+    link: as long from 11,676 inner features on on v5e, and from 27,200 on on v6e."""
+    assert hides_sums((2, inner, 4096), 8, None if chip is None else CHIPS[chip]) == hides
 
 
 GQA = AttentionSpec(14, 2, 8, rope=ROPE, qkv_bias=True, output_bias=True, sinks=True)
