@@ -2,8 +2,8 @@
 
 A kernel whose outputs are shared among the devices needs all rows: `gathered_product` multiplies those that are there
 while the next ones arrive. A kernel whose inputs are shared leaves each device sums for all rows, of which it keeps
-those of its own: `scattered_product`. `ring_mlp` is one after the other; where the products of a block of rows take as
-long as the links need for its rows and its sums, both go round the ring together.
+those of its own: `scattered_product` sends sums on while it computes others. `ring_mlp` is one after the other, block
+by block.
 
 Whatever goes round goes in both directions at once, so that a device sends and receives over the links to both of its
 neighbours. Sums travel in the dtype of the activations."""
@@ -12,15 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-
-from ttpu_core.sharding.hardware import Chip, chip_of_device_kind
-from ttpu_core.spec.arithmetic import BITS, product_flops
 
 StreamForm = Literal["whole", "auto", "rings"]
 """Where the sequence of the residual stream is cut over the devices that share MLPs and heads: nowhere ("whole"), in
@@ -47,11 +43,6 @@ class Ring:
     def size(self) -> int:
         """Number of devices in the ring."""
         return int(self.mesh.shape[self.axis])
-
-    @property
-    def chip(self) -> Chip | None:
-        """The figures of a device; None if it is no known TPU."""
-        return chip_of_device_kind(self.mesh.devices.flat[0].device_kind)
 
     @property
     def cut_rows(self) -> PartitionSpec:
@@ -98,10 +89,6 @@ def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, r
     """x [batch, seq, in], whose features are shared, times kernel [out, in], plus bias [out]: [batch, seq, out] in x's
     dtype, whose rows are cut.
 
-    This is one product and one reduce-scatter. Sums that go round while others are computed have to be added by the
-    core, which takes as long as the product hides: on v5e, attention's output in Llama-3.1-8B is predicted at 219
-    microseconds a layer so, and at 231 with sums that go round.
-
     Args:
         x: [batch, seq, in]; the ring divides seq.
         kernel: [out, in], whose inputs the devices share.
@@ -110,7 +97,7 @@ def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, r
     """
 
     def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return _scattered(_product(x, kernel).astype(x.dtype), bias, ring)
+        return _added_up(x, lambda rows: _product(rows, kernel), bias, ring)
 
     features = PartitionSpec(ring.batch or None, None, ring.axis)
     return ring.run(local, (x, kernel, bias), (features, ring.kernel(2, 1), PartitionSpec()), ring.cut_rows)
@@ -128,8 +115,12 @@ def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         places = tokens - jax.lax.axis_index(ring.axis) * len(table)
         own = (places >= 0) & (places < len(table))
-        found = jnp.take(table, places, axis=0, mode="clip")
-        return _scattered(jnp.where(own[..., None], found, 0), None, ring)
+        found = jnp.where(own[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
+        batch, seq, features = found.shape
+        # Rows of a device come first: of an inner dimension XLA:TPU makes a whole all-reduce.
+        by_device = found.reshape(batch, ring.size, -1, features).swapaxes(0, 1).reshape(-1, features)
+        rows = jax.lax.psum_scatter(by_device, ring.axis, scatter_dimension=0, tiled=True)
+        return rows.reshape(batch, seq // ring.size, features)
 
     specs = ring.kernel(2, 0), PartitionSpec(ring.batch or None)
     return ring.run(local, (table, tokens), specs, ring.cut_rows)
@@ -141,8 +132,6 @@ def ring_mlp(
     down: tuple[jax.Array, jax.Array | None],
     activate: Callable[[jax.Array], jax.Array],
     ring: Ring,
-    *,
-    sums_go_round: bool | None = None,
 ) -> jax.Array:
     """An MLP on x [batch, seq, hidden], whose rows are cut: the same shape.
 
@@ -152,42 +141,20 @@ def ring_mlp(
         down: the second kernel [hidden, mlp], whose inputs they share, and its bias.
         activate: from the first product, float32 [batch, rows, *out], to the inputs of the second, [batch, rows, mlp].
         ring: the devices.
-        sums_go_round: whether sums follow the rows around the ring; None: where `hides_sums`.
     """
     rank = len(up[0].shape)
-    together = hides_sums(up[0].shape, ring.size, ring.chip) if sums_go_round is None else sums_go_round
 
     def local(
         x: jax.Array, up: tuple[jax.Array, jax.Array | None], down: tuple[jax.Array, jax.Array | None]
     ) -> jax.Array:
-        def finish(raised: jax.Array) -> jax.Array:
-            return _product(activate(raised).astype(x.dtype), down[0])
+        def multiply(rows: jax.Array) -> jax.Array:
+            return _product(activate(_product(rows, *up)).astype(x.dtype), down[0])
 
-        if together:
-            return _round(x, lambda rows: finish(_product(rows, *up)), down[1], ring)
-        raised = _gathered(x, lambda rows: _product(rows, *up), ring)
-        return _scattered(finish(raised).astype(x.dtype), down[1], ring)
+        return _round(x, multiply, down[1], ring)
 
     of_up = ring.kernel(rank, rank - 2), ring.kernel(rank - 1, rank - 2)
     of_down = ring.kernel(2, 1), PartitionSpec()
     return ring.run(local, (x, up, down), (ring.cut_rows, of_up, of_down), ring.cut_rows)
-
-
-def hides_sums(shape: tuple[int, ...], size: int, chip: Chip | None) -> bool:
-    """Whether the products of an MLP take at least as long, at the chip's highest rate, as the links need for its rows
-    and sums in bfloat16. True where the chip is not known.
-
-    Args:
-        shape: of the first kernel, [*out, hidden]; the second is [hidden, out].
-        size: number of devices that share them.
-        chip: the figures of each.
-    """
-    if chip is None:
-        return True
-    *outputs, hidden = shape
-    kernels = (prod(outputs) + outputs[-1]) * hidden / size
-    row_bytes = 2 * BITS["bfloat16"] // 8 * hidden
-    return product_flops(kernels, 1) / chip.bf16_flops >= row_bytes / (2 * chip.ici_bytes_per_second)
 
 
 def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -195,17 +162,6 @@ def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) 
     dimensions = (((2,), (kernel.ndim - 1,)), ((), ()))
     product = jax.lax.dot_general(rows, kernel, dimensions, preferred_element_type=jnp.float32)
     return product if bias is None else product + bias.astype(jnp.float32)
-
-
-def _scattered(sums: jax.Array, bias: jax.Array | None, ring: Ring) -> jax.Array:
-    """What the devices have of sums [batch, seq, out], added up, plus bias [out]: each one's own rows, in the same
-    dtype."""
-    batch, seq, out = sums.shape
-    rows = seq // ring.size
-    # Rows of a device come first: of an inner dimension XLA:TPU makes a whole all-reduce.
-    by_device = sums.reshape(batch, ring.size, rows, out).swapaxes(0, 1).reshape(-1, out)
-    own = jax.lax.psum_scatter(by_device, ring.axis, scatter_dimension=0, tiled=True).reshape(batch, rows, out)
-    return own if bias is None else (own + bias.astype(jnp.float32)).astype(sums.dtype)
 
 
 def _sent(x: jax.Array, ring: Ring, to: int) -> jax.Array:
@@ -233,6 +189,44 @@ def _round(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring)
     if bias is not None:
         own = own + bias.astype(jnp.float32)
     return own.astype(x.dtype)
+
+
+def _added_up(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
+    """The sums over all devices of multiply(x), x [batch, seq, in], plus bias [out]: the device's own rows
+    [batch, rows, out] in x's dtype. Sums for a device go round half of the ring, those of the device opposite half of
+    them in either direction."""
+    size, rows, here = ring.size, x.shape[1] // ring.size, jax.lax.axis_index(ring.axis)
+    half = rows // 2
+
+    def part(behind: int, first: int = 0, count: int = rows) -> jax.Array:
+        """For rows of the device `behind` places behind this one, float32."""
+        at = (here + behind) % size * rows + first
+        return multiply(jax.lax.dynamic_slice_in_dim(x, at, count, 1))
+
+    def sent(sums: jax.Array, to: int) -> jax.Array:
+        return _sent(sums.astype(x.dtype), ring, to)
+
+    # Sums on their way, in parts along the rows. XLA:TPU adds two parts where it multiplies, and one apart from that.
+    ahead: tuple[jax.Array, ...] = ()
+    behind: tuple[jax.Array, ...] = ()
+    turns = list(range((size - 1) // 2, 0, -1))
+    if size % 2 == 0:
+        first, second = sent(part(size // 2, 0, half), 1), sent(part(size // 2, half, rows - half), -1)
+        if turns:
+            turn = turns.pop(0)
+            ahead = sent(part(turn, 0, half) + first, 1), sent(part(turn, half, rows - half), 1)
+            behind = sent(part(-turn, 0, half), -1), sent(part(-turn, half, rows - half) + second, -1)
+        else:
+            ahead = first, second
+    for turn in turns:
+        after, before = part(turn), part(-turn)
+        if ahead:
+            after, before = after + jnp.concatenate(ahead, axis=1), before + jnp.concatenate(behind, axis=1)
+        ahead, behind = (sent(after, 1),), (sent(before, -1),)
+    own = part(0)
+    for sums in (ahead, behind):
+        own = own + jnp.concatenate(sums, axis=1) if sums else own
+    return (own if bias is None else own + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
