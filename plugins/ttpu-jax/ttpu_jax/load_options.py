@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, get_args
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.loading import NOT_FOR_ENGINES, LoadOptions, refuse_unknown
 from ttpu_core.registry import default_registry
+from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.matmul.rings import StreamForm
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class JaxLoadOptions(LoadOptions):
 
     Args:
         task: "inference"; there is no other yet.
+        experts: the form in which mixtures of experts are computed: "grouped" (on tokens sorted by expert), "few" (each
+            expert that a token chose is read once and multiplies all tokens, where these fit on the chip), or "auto",
+            which takes "few" on a TPU for at most 128 tokens a device.
         enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous batching,
             prefix caching, programs compiled ahead.
         engine_config: the engine's settings, with `enable_paged_attention`; None is its defaults. Callers of
@@ -34,6 +38,7 @@ class JaxLoadOptions(LoadOptions):
     """
 
     task: str = "inference"
+    experts: ExpertsForm = "auto"
     enable_paged_attention: bool = field(default=False, metadata=NOT_FOR_ENGINES)
     engine_config: EngineConfig | None = field(default=None, metadata=NOT_FOR_ENGINES)
     residual_stream: StreamForm = "auto"
@@ -42,13 +47,18 @@ class JaxLoadOptions(LoadOptions):
         """Check the values.
 
         Raises:
-            RequestError: an unknown purpose or residual stream, or a `task` that is not "inference".
+            RequestError: an unknown purpose, form of experts or residual stream, or a `task` that is not "inference".
         """
         super().__post_init__()
         if self.task != "inference":
             raise RequestError(
                 f"task={self.task!r} was asked for, but this version of the JAX backend loads models for inference: "
                 "leave it out."
+            )
+        if self.experts not in get_args(ExpertsForm):
+            raise RequestError(
+                f"experts={self.experts!r} was asked for, but experts are computed in one of the forms "
+                f"{', '.join(get_args(ExpertsForm))}: write one of them."
             )
         if self.residual_stream not in get_args(StreamForm):
             raise RequestError(

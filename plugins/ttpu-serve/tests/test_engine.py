@@ -102,8 +102,8 @@ def test_steps_whose_tokens_go_round_a_ring_answer_as_whole_ones(checkpoint: Pat
         settings = {**SMALL, "parallelism_strategy": "tensor=8", "residual_stream": stream, "num_pages": 60}
         with LLM(str(checkpoint), **settings) as llm:
             steps = [one for one in llm.engine.runner.programs() if one.key[0] == "step"]
-            traced = {one.key[1].tokens: str(jax.make_jaxpr(one.function)(*one.arguments)) for one in steps}
-            in_ring = [tokens for tokens, text in traced.items() if "ppermute" in text]
+            texts = {one.key[1].tokens: str(jax.make_jaxpr(one.function)(*one.arguments)) for one in steps}
+            in_ring = [tokens for tokens, text in texts.items() if "ppermute" in text]
             assert in_ring == [16] * (stream == "rings")
             told.append(llm.generate([prompt for prompt, _ in REQUESTS[:6]], params))
     for whole, ring in zip(*told, strict=True):

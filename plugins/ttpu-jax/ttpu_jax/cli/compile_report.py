@@ -31,6 +31,7 @@ USUAL: Mapping[str, Any] = {
     "attn_implementation": "auto",
     "experts": "auto",
     "quantization": None,
+    "sharding_rules": None,
     "residual_stream": "auto",
 }
 """Options that need an architecture, and what they are without being asked for."""
@@ -88,6 +89,10 @@ def compile_report(
         str | None,
         typer.Option(metavar="AXES", help="As in data=2,tensor=4. Without it, tensor takes all devices of the slice."),
     ] = None,
+    sharding_rules: Annotated[
+        str | None,
+        typer.Option(metavar="RULES", help="Logical axes and the mesh axes that shard them: expert=data+tensor."),
+    ] = None,
     layers: Annotated[
         LayersChoice, typer.Option(help="Compile every layer, or one in a loop: compiles sooner, runs slower.")
     ] = LayersChoice.unrolled,
@@ -96,7 +101,7 @@ def compile_report(
     ] = "auto",
     experts: Annotated[
         ExpertsChoice,
-        typer.Option(help="How experts are computed: on sorted tokens, in the form for few tokens, or the better one."),
+        typer.Option(help="How experts are computed: on tokens sorted by expert, in the form for few tokens, or auto."),
     ] = ExpertsChoice.auto,
     quantization: Annotated[
         str | None,
@@ -137,6 +142,7 @@ def compile_report(
         "attn_implementation": attn_implementation,
         "experts": experts.value,
         "quantization": quantization,
+        "sharding_rules": sharding_rules,
         "residual_stream": residual_stream.value,
     }
     report, described = _reporter(checkpoint, options)
@@ -151,9 +157,7 @@ def compile_report(
     for name in topology:
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
-                reports.append(
-                    report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes)
-                )
+                reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes))
     if as_json:
         programs = [_as_json(one) for one in reports]
         print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": programs})
@@ -189,19 +193,24 @@ def _reporter(checkpoint: str, options: Mapping[str, Any]) -> tuple[Callable[...
 
     Raises:
         RequestError: an option that needs a plugin.
+        UnsupportedError: sharding rules that are none.
     """
     from functools import partial
 
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture, undescribed_config
     from ttpu_core.registry import default_registry
+    from ttpu_core.sharding.parallelism import parse_rules, strategy_with
     from ttpu_jax.aot.report import ReportsWithoutPlugin
     from ttpu_jax.aot.report import compile_report as of_architecture
 
     config = undescribed_config(checkpoint)
     fallback = None if config is None else default_registry().fallback("jax")
     if config is None or not isinstance(fallback, ReportsWithoutPlugin):
-        return partial(of_architecture, planned_architecture(checkpoint), **options), True
+        rules = options["sharding_rules"]
+        strategy = strategy_with(parse_rules(rules) if rules else None)
+        given = {name: value for name, value in options.items() if name != "sharding_rules"}
+        return partial(of_architecture, planned_architecture(checkpoint), strategy=strategy, **given), True
     for name, value in options.items():
         if value != USUAL[name]:
             raise RequestError(

@@ -16,7 +16,7 @@ from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, Parameter
 from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
-from ttpu_jax.model.decoder import Caches, Decoder
+from ttpu_jax.model.decoder import Caches, Decoder, head_logits
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import PagedLayout, empty_caches
 from ttpu_jax.model.pipeline import pipelined
@@ -183,6 +183,18 @@ class DecoderModel:
         """Return float32 logits [batch, seq, vocab] for `hidden` [batch, seq, hidden], the residual stream after the
         final norm."""
         return self.module(params).logits(hidden)
+
+    @property
+    def head_paths(self) -> tuple[str, ...]:
+        """The paths of the parameters that `logits` reads; the first is the kernel's."""
+        own = [path for path in ("head.kernel", "head.bias") if path in self.parameters]
+        return tuple(own) if "head.kernel" in own else ("embed.embedding", *own)
+
+    def head_logits(self, ends: Params, hidden: jax.Array) -> jax.Array:
+        """Return `logits` [batch, seq, vocab] for `hidden` [batch, seq, hidden], of the parameters at `head_paths`
+        alone, whose vocabulary may have more padding."""
+        table = {path: self.parameters[path] for path in self.head_paths}
+        return head_logits(self.spec, ends, table, self.runtime, hidden)
 
     def ragged_forward(
         self, params: Params, tokens: jax.Array, batch: RaggedBatch, caches: Caches

@@ -123,12 +123,7 @@ class Decoder(nnx.Module):
         Where a mesh pads the vocabulary, the last axis also has the padding rows of the embedding table; their logits
         are -inf.
         """
-        logits = self.head(x, self.embed.embedding)
-        if self.spec.embedding.rows == self.spec.vocab_size:
-            return logits
-        # Masked where they are made: a slice would leave the devices parts of different sizes.
-        rows = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return jnp.where(rows < self.spec.vocab_size, logits, -jnp.inf)
+        return _without_padding(self.head(x, self.embed.embedding), self.spec)
 
     def hidden(
         self,
@@ -427,6 +422,32 @@ class Decoder(nnx.Module):
             updated.extend(held)
             loads.extend(jax.tree.leaves(found))
         return x, tuple(updated), loads
+
+
+def head_logits(
+    spec: ArchitectureSpec, ends: Mapping[str, Any], table: Mapping[str, Parameter], runtime: Runtime, x: jax.Array
+) -> jax.Array:
+    """`Decoder.logits` from the parameters that it reads alone.
+
+    Args:
+        spec: the architecture, padded for the mesh.
+        ends: path → array, of the head and, where they are tied, the embedding. Their vocabulary may have more padding.
+        table: path → shape and logical axes, of these.
+        runtime: the placement of arrays.
+        x: [batch, seq, hidden].
+    """
+    values = Parameters(ends, table)
+    head = Head(spec.head, values.at("head"), runtime)
+    return _without_padding(head(x, values.get("embed.embedding")), spec)
+
+
+def _without_padding(logits: jax.Array, spec: ArchitectureSpec) -> jax.Array:
+    """float32 logits [..., rows]: -inf for rows that are no words."""
+    if logits.shape[-1] == spec.vocab_size:
+        return logits
+    # Masked where they are made: a slice would leave the devices parts of different sizes.
+    rows = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(rows < spec.vocab_size, logits, -jnp.inf)
 
 
 def _bound(

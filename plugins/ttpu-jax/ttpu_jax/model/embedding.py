@@ -87,10 +87,11 @@ class Head(nnx.Module):
         self.kernel, self.bias = values.get("kernel"), values.get("bias")
 
     @part(Part.HEAD)
-    def __call__(self, x: jax.Array, table: nnx.Param) -> jax.Array:
+    def __call__(self, x: jax.Array, table: nnx.Param | None) -> jax.Array:
         """Return logits [..., vocab] for x [..., features], which are `EmbeddingSpec.features`. With tied embeddings
-        the weight is table [vocab, features]."""
+        the weight is table [vocab, features]; None where they are not tied."""
         kernel = table if self.kernel is None else self.kernel
+        assert kernel is not None
         devices = product_devices(x, kernel, self.runtime)
         logits = linear(x, value_of(kernel), value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier

@@ -14,7 +14,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.moe import load_balancing_loss
-from ttpu_jax.ops.parts import Part, part
+from ttpu_jax.model.vocabulary_loss import TokenLoss, sums_over_parts
 
 if TYPE_CHECKING:
     from ttpu_train.runner import LossSettings
@@ -67,10 +67,10 @@ class LossSums(NamedTuple):
 def summed_loss(model: DecoderModel, params: Params, batch: TokenBatch, settings: LossSettings) -> LossSums:
     """Sum the loss of a batch.
 
-    Logits are computed for `settings.tokens_at_once` tokens of a row at a time, and again in the backward pass, so that
-    the logits of a whole batch never exist at once. The experts' load balance is multiplied by the batch's weight, so
-    that for a batch in several parts it is the mean over the parts. `settings.router_aux_loss` of None is 0: see
-    `settings_for`.
+    Logits are computed for `settings.tokens_at_once` tokens of a row at a time, with their gradients, so that those of
+    a whole batch never exist at once (`ttpu_jax.model.vocabulary_loss`). The experts' load balance is multiplied by the
+    batch's weight, so that for a batch in several parts it is the mean over the parts. `settings.router_aux_loss` of
+    None is 0: see `settings_for`.
 
     Raises:
         RequestError: a router loss for a model without experts.
@@ -203,31 +203,9 @@ def _over_parts(
     z_loss: float,
     tokens_at_once: int,
 ) -> LossSums:
-    """The sums of a batch whose stream is `hidden` [batch, seq, hidden]."""
-    targets, weights = next_tokens(batch)
-
-    @jax.checkpoint
-    @part(Part.LOSS)
-    def part_sums(x: jax.Array, target: jax.Array, weight: jax.Array) -> LossSums:
-        logits = model.logits(params, x)
-        # A sum over the vocabulary instead of a gather, which a mesh that shards it would need to see whole.
-        words = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-        chosen = jnp.where(words == target[..., None], logits, 0.0).sum(-1)
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        losses = normalizer - chosen
-        minimized = losses
-        if label_smoothing:  # logits of padding rows are -inf
-            mean = jnp.where(words < model.spec.vocab_size, logits, 0.0).sum(-1) / model.spec.vocab_size
-            minimized = (1 - label_smoothing) * losses + label_smoothing * (normalizer - mean)
-        if z_loss:
-            minimized = minimized + z_loss * jnp.square(normalizer)
-        likeliest = (chosen >= logits.max(-1)).astype(jnp.float32)
-
-        def summed(values: jax.Array) -> jax.Array:
-            return jnp.where(weight != 0, weight * values, 0.0).sum()
-
-        return LossSums(summed(minimized), summed(losses), weight.sum(), summed(likeliest))
-
-    parts = tuple(token_parts(x, tokens_at_once) for x in (hidden, targets, weights))
-    sums = jax.lax.map(lambda each: part_sums(*each), parts)
-    return jax.tree.map(lambda each: each.sum(), sums)
+    """The sums of a batch whose stream is `hidden` [batch, seq, hidden]. Gradients are those of `total` alone, and of
+    `cross_entropy` where it is the same."""
+    minimized = TokenLoss(label_smoothing, z_loss)
+    stream, targets, weights = (token_parts(x, tokens_at_once) for x in (hidden, *next_tokens(batch)))
+    ends = {path: params[path] for path in model.head_paths}
+    return LossSums(*sums_over_parts(model, ends, stream, targets, weights, minimized))
