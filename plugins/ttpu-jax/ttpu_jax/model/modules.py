@@ -23,6 +23,7 @@ from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
 from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
+from ttpu_jax.ops.matmul.trained import ring_of, trained_product
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
@@ -43,8 +44,9 @@ class Runtime:
     and its options, the model's different ropes, the number of rows from which products are widened (see
     `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, the dtype of activations where no
     dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
-    that devices share norms, rounding and additions, and gather rounded activations; and the form in which experts are
-    computed (`ttpu_jax.ops.few_tokens`). Static."""
+    that devices share norms, rounding and additions, and gather rounded activations; the form in which experts are
+    computed (`ttpu_jax.ops.few_tokens`); and whether products are those of training (`ttpu_jax.ops.matmul.trained`).
+    Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -55,6 +57,7 @@ class Runtime:
     dtype: np.dtype[Any] = FLOAT32
     cuts_stream: bool = False
     experts: ExpertsForm = "auto"
+    trains: bool = False
 
     @property
     def rotates_by_product(self) -> bool:
@@ -189,12 +192,21 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
+        if self.runtime.trains and isinstance(kernel, jax.Array) and self.update_a is None:
+            return self._trained(x, kernel, bias, out_dtype or x.dtype)
         on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
         devices = product_devices(x, self.kernel, self.runtime)
         product = linear(
             x, kernel, bias, out_dtype=out_dtype, flatten=on_one_device, widen_rows=widen_rows, devices=devices
         )
         return product if self.update_a is None else (product + self._update(x)).astype(product.dtype)
+
+    def _trained(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+        ring = ring_of(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
+        if bias is None:
+            return trained_product(x, kernel, dtype, ring)
+        product = trained_product(x, kernel, jnp.dtype(jnp.float32), ring)
+        return (product + bias.astype(jnp.float32)).astype(dtype)
 
     def _update(self, x: jax.Array) -> jax.Array:
         """float32 [..., *out]: x [..., in] times b @ a."""
@@ -238,7 +250,7 @@ class MLP(nnx.Module):
     @part(Part.MLP)
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]: the same shape."""
-        wide = jnp.dtype(jnp.float32)
+        wide = x.dtype if self.runtime.trains else jnp.dtype(jnp.float32)
         if self.spec.gated:
             pair, multiplier = self.gate_up(x, wide), self.spec.gate_multiplier
             gate = pair[..., 0, :] if multiplier == 1.0 else pair[..., 0, :] * multiplier
@@ -259,15 +271,26 @@ def product_devices(x: jax.Array, variable: nnx.Param, runtime: Runtime) -> Devi
     placement, shape = runtime.placement, value_of(variable).shape
     if placement.mesh is None:
         return Devices(placement.platform, use_pallas=runtime.use_pallas)
+    of_kernel, rows = kernel_and_row_axes(x, variable, runtime)
+    taken = {axis for each in rows for axis in each}
+    kept = tuple(tuple(axis for axis in each if axis not in taken) for each in of_kernel)
+    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas, stream_axes(x, runtime))
+
+
+def kernel_and_row_axes(
+    x: jax.Array, variable: nnx.Param, runtime: Runtime
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """The mesh axes that shard each dimension of the kernel [*out, in] of a variable, and each of x [..., in] but the
+    last."""
+    placement, shape = runtime.placement, value_of(variable).shape
     leading = (axes.BATCH, axes.SEQUENCE) if x.ndim == 3 else (None,) * (x.ndim - 1)
     rows = tuple(
         () if axis is None else placement.mesh_axes(axis, size) for axis, size in zip(leading, x.shape, strict=False)
     )
+    if placement.mesh is None:
+        return ((),) * len(shape), rows
     logical = placement.divisible(variable.axis_names[-len(shape) :], shape)
-    of_kernel = placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel")
-    taken = {axis for each in rows for axis in each}
-    kept = tuple(tuple(axis for axis in each if axis not in taken) for each in of_kernel)
-    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas, stream_axes(x, runtime))
+    return placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel"), rows
 
 
 def stream_axes(x: jax.Array, runtime: Runtime) -> tuple[str, ...]:
