@@ -196,8 +196,8 @@ class DecoderModel:
         return tuple(own) if "head.kernel" in own else ("embed.embedding", *own)
 
     def head_logits(self, ends: Params, hidden: jax.Array) -> jax.Array:
-        """Return `logits` [batch, seq, vocab] for `hidden` [batch, seq, hidden], of the parameters at `head_paths` alone,
-        whose vocabulary may have more padding."""
+        """Return `logits` [batch, seq, vocab] for `hidden` [batch, seq, hidden], of the parameters at `head_paths`
+        alone, whose vocabulary may have more padding."""
         table = {path: self.parameters[path] for path in self.head_paths}
         return head_logits(self.spec, ends, table, self.runtime, hidden)
 

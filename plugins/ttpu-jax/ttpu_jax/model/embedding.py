@@ -11,6 +11,7 @@ from ttpu_core.spec import EmbeddingSpec, HeadSpec
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, maybe, product_devices, value_of
 from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.matmul.trained import trained_product
 from ttpu_jax.ops.parts import Part, part
 
 
@@ -73,10 +74,17 @@ class Head(nnx.Module):
         the weight is table [vocab, features]; None where they are not tied."""
         kernel = table if self.kernel is None else self.kernel
         assert kernel is not None
-        devices = product_devices(x, kernel, self.runtime)
-        logits = linear(x, value_of(kernel), value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)
+        logits = self._product(x, kernel)
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier
         cap = self.spec.softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+    def _product(self, x: jax.Array, kernel: nnx.Param) -> jax.Array:
+        value, bias, wide = value_of(kernel), value_of(self.bias), jnp.dtype(jnp.float32)
+        if not self.runtime.trains or not isinstance(value, jax.Array):
+            devices = product_devices(x, kernel, self.runtime)
+            return linear(x, value, bias, out_dtype=wide, devices=devices)
+        product = trained_product(x, value, wide, None)
+        return product if bias is None else product + bias.astype(wide)
 
 

@@ -21,9 +21,11 @@ from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, ax
 from ttpu_core.spec.parameters import SHARED
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
 from ttpu_jax.ops.few_tokens import ExpertsForm
+from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
-from ttpu_jax.ops.matmul.trained import ring_of, trained_product
+from ttpu_jax.ops.matmul.trained import ring_of, trained_product, trained_products
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
@@ -192,8 +194,10 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
-        if self.runtime.trains and isinstance(kernel, jax.Array) and self.update_a is None:
-            return self._trained(x, kernel, bias, out_dtype or x.dtype)
+        if self._trains:
+            ring = ring_of(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
+            wide = (out_dtype or x.dtype) if bias is None else jnp.dtype(jnp.float32)
+            return _biased(trained_product(x, dense(kernel), wide, ring), bias, out_dtype or x.dtype)
         on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
         devices = product_devices(x, self.kernel, self.runtime)
         product = linear(
@@ -201,12 +205,24 @@ class Linear(nnx.Module):
         )
         return product if self.update_a is None else (product + self._update(x)).astype(product.dtype)
 
-    def _trained(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
-        ring = ring_of(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
-        if bias is None:
-            return trained_product(x, kernel, dtype, ring)
-        product = trained_product(x, kernel, jnp.dtype(jnp.float32), ring)
-        return (product + bias.astype(jnp.float32)).astype(dtype)
+    def each(self, x: jax.Array, out_dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+        """The products of x [..., in] with the kernels that are fused along the first dimension of this one: [...,
+        *out] each."""
+        if not self._trains:
+            product, rest = self(x, out_dtype), (slice(None),) * (len(value_of(self.kernel).shape) - 2)
+            return tuple(product[(..., number, *rest)] for number in range(product.shape[x.ndim - 1]))
+        kernel, bias = value_of(self.kernel), value_of(self.bias)
+        of_kernel, of_rows = kernel_and_row_axes(x, self.kernel, self.runtime)
+        ring = None if of_kernel[0] else ring_of(self.runtime.placement.mesh, of_kernel[1:], of_rows)
+        wide = out_dtype if bias is None else jnp.dtype(jnp.float32)
+        kernels = kernel.each() if isinstance(kernel, Master) else tuple(kernel)
+        products = trained_products(x, kernels, wide, ring)
+        biases = (None,) * len(products) if bias is None else bias
+        return tuple(_biased(one, bias, out_dtype) for one, bias in zip(products, biases, strict=True))
+
+    @property
+    def _trains(self) -> bool:
+        return self.runtime.trains and isinstance(value_of(self.kernel), jax.Array | Master) and self.update_a is None
 
     def _update(self, x: jax.Array) -> jax.Array:
         """float32 [..., *out]: x [..., in] times b @ a."""
@@ -220,6 +236,10 @@ class Linear(nnx.Module):
             linear(narrow[..., i, :], part, out_dtype=wide, flatten=on_one_device) for i, part in enumerate(parts)
         )
         return jnp.concatenate(list(each), axis=-2)
+
+
+def _biased(product: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+    return product if bias is None else (product + bias.astype(jnp.float32)).astype(dtype)
 
 
 class XIELU(nnx.Module):
@@ -252,9 +272,9 @@ class MLP(nnx.Module):
         """x [batch, seq, hidden]: the same shape."""
         wide = x.dtype if self.runtime.trains else jnp.dtype(jnp.float32)
         if self.spec.gated:
-            pair, multiplier = self.gate_up(x, wide), self.spec.gate_multiplier
-            gate = pair[..., 0, :] if multiplier == 1.0 else pair[..., 0, :] * multiplier
-            inner = gated_activation(sparsify(gate, self.spec.sparsity), pair[..., 1, :], self.spec.activation)
+            (gate, up), multiplier = self.gate_up.each(x, wide), self.spec.gate_multiplier
+            gate = gate if multiplier == 1.0 else gate * multiplier
+            inner = gated_activation(sparsify(gate, self.spec.sparsity), up, self.spec.activation)
         else:
             raised = sparsify(self.up(x, wide), self.spec.sparsity)
             inner = self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)
@@ -268,7 +288,7 @@ class MLP(nnx.Module):
 def product_devices(x: jax.Array, variable: nnx.Param, runtime: Runtime) -> Devices:
     """Where the product of x [..., in] with the kernel [*out, in] of a variable runs. A mesh axis that shards x's batch
     or sequence as well as the kernel shards x alone: the kernel is gathered along it."""
-    placement, shape = runtime.placement, value_of(variable).shape
+    placement = runtime.placement
     if placement.mesh is None:
         return Devices(placement.platform, use_pallas=runtime.use_pallas)
     of_kernel, rows = kernel_and_row_axes(x, variable, runtime)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_jax.ops.kernels import dense, rows_of
 
@@ -24,12 +24,14 @@ class Master:
         weight; the value then has none. None: gradients are the value's.
     dtype: that it is rounded to. Static.
     sharding: of one layer's weight, and of its gradient. Static; None leaves both to the compiler.
+    apart: whether the module that multiplies by it rounds it itself, by `each`. Static.
     """
 
     value: jax.Array
     slot: jax.Array | None
     dtype: np.dtype[Any] = field(metadata={"static": True})
     sharding: NamedSharding | None = field(default=None, metadata={"static": True})
+    apart: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,10 +44,19 @@ class Master:
         return self.value.ndim
 
     def rounded(self) -> jax.Array:
-        """The weight as a model computes with it."""
+        """The weight as a model computes with it, [*shape] in `dtype`."""
         if self.slot is None:
             return self._placed(self.value.astype(self.dtype))
         return self._placed(_rounded(self.value, self.slot))
+
+    def each(self) -> tuple[jax.Array, ...]:
+        """The weights along the first dimension as a model computes with them, none of which is copied out of a larger
+        one."""
+        inner = self.sharding and NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[1:]))
+        slots = (None,) * len(self.value) if self.slot is None else self.slot
+        return tuple(
+            Master(value, slot, self.dtype, inner).rounded() for value, slot in zip(self.value, slots, strict=True)
+        )
 
     def _placed(self, weight: jax.Array) -> jax.Array:
         return weight if self.sharding is None else jax.lax.with_sharding_constraint(weight, self.sharding)
@@ -69,10 +80,10 @@ _rounded.defvjp(_forward, _backward)
 
 
 def rounded(tree: Any) -> Any:
-    """The tree with each master weight rounded."""
+    """The tree with each master weight rounded, but for those that modules round themselves."""
 
     def one(leaf: Any) -> Any:
-        return leaf.rounded() if isinstance(leaf, Master) else leaf
+        return leaf.rounded() if isinstance(leaf, Master) and not leaf.apart else leaf
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, Master))
 

@@ -1,6 +1,6 @@
-"""The product of activations with a dense kernel in training. It is rounded to the activations' dtype where it is made,
-as are its gradients. Devices that share the kernel sum its gradient in a ring, block by block: while a device multiplies
-for one block, the sum of the one before is on its way to the next device."""
+"""The product of activations with a dense kernel in training. It is rounded to the activations' dtype where it is
+made, as are its gradients. Devices that share the kernel sum its gradient in a ring, block by block: while a device
+multiplies for one block, the sum of the one before is on its way to the next device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 Axes = tuple[str, ...]
+LANES = 128
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ def ring_of(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...])
     return Ring(mesh, axis, place, kernel, rows)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: Ring | None) -> jax.Array:
     """x [..., in] times kernel [*out, in]: [..., *out] in `dtype`.
 
@@ -63,59 +63,91 @@ def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: Ring | No
         dtype: of the product.
         ring: that sums the kernel's gradient; None leaves that to the compiler.
     """
-    dimensions = (((x.ndim - 1,), (kernel.ndim - 1,)), ((), ()))
-    return jax.lax.dot_general(x, kernel, dimensions, preferred_element_type=dtype)
+    (product,) = trained_products(x, (kernel,), dtype, ring)
+    return product
 
 
-def _forward(x: jax.Array, kernel: jax.Array, dtype: Any, ring: Ring | None) -> tuple[jax.Array, Any]:
-    return trained_product(x, kernel, dtype, ring), (x, kernel)
-
-
-def _backward(dtype: Any, ring: Ring | None, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    gradient = gradient.astype(x.dtype)
-    leading = x.ndim - 1
-    outputs = tuple(range(leading, gradient.ndim)), tuple(range(kernel.ndim - 1))
-    of_x = jax.lax.dot_general(gradient, kernel, (outputs, ((), ())), preferred_element_type=x.dtype)
-    if ring is not None:
-        return of_x, _summed_in_ring(gradient, x, ring)
-    rows = tuple(range(leading)), tuple(range(leading))
-    return of_x, jax.lax.dot_general(gradient, x, (rows, ((), ())), preferred_element_type=kernel.dtype)
-
-
-trained_product.defvjp(_forward, _backward)
-
-
-def _summed_in_ring(gradient: jax.Array, x: jax.Array, ring: Ring) -> jax.Array:
-    """The kernel's gradient [*out, in], each device its own part.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def trained_products(
+    x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any, ring: Ring | None
+) -> tuple[jax.Array, ...]:
+    """x [..., in] times each of some kernels of one shape [*out, in]: [..., *out] each, in `dtype`.
 
     Args:
-        gradient: of the product, [..., *out].
+        x: [..., in].
+        kernels: [*out, in] each, in x's dtype.
+        dtype: of the products.
+        ring: that sums the gradient of a kernel; None leaves that to the compiler.
+    """
+    return _of_each(x, kernels, dtype)
+
+
+def _of_each(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, ...]:
+    dimensions = (((x.ndim - 1,), (kernels[0].ndim - 1,)), ((), ()))
+    return tuple(jax.lax.dot_general(x, each, dimensions, preferred_element_type=dtype) for each in kernels)
+
+
+def _forward(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any, ring: Ring | None) -> tuple[Any, Any]:
+    # Not by `trained_products` itself, within which `jax.checkpoint` would see no products to keep.
+    return _of_each(x, kernels, dtype), (x, kernels)
+
+
+def _backward(
+    dtype: Any, ring: Ring | None, kept: Any, gradients: tuple[jax.Array, ...]
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    x, kernels = kept
+    gradients = tuple(gradient.astype(x.dtype) for gradient in gradients)
+    leading = x.ndim - 1
+    outputs = tuple(range(leading, gradients[0].ndim)), tuple(range(kernels[0].ndim - 1))
+    wide = x.dtype if len(gradients) == 1 else jnp.float32
+    each = [
+        jax.lax.dot_general(gradient, one, (outputs, ((), ())), preferred_element_type=wide)
+        for gradient, one in zip(gradients, kernels, strict=True)
+    ]
+    of_x = sum(each[1:], each[0]).astype(x.dtype)
+    if ring is not None:
+        return of_x, tuple(one.astype(kernels[0].dtype) for one in _summed_in_ring(gradients, x, ring))
+    rows = tuple(range(leading)), tuple(range(leading))
+    return of_x, tuple(
+        jax.lax.dot_general(gradient, x, (rows, ((), ())), preferred_element_type=kernels[0].dtype)
+        for gradient in gradients
+    )
+
+
+trained_products.defvjp(_forward, _backward)
+
+
+def _summed_in_ring(gradients: tuple[jax.Array, ...], x: jax.Array, ring: Ring) -> tuple[jax.Array, ...]:
+    """The gradient of each kernel [*out, in], each device its own part.
+
+    Args:
+        gradients: of the products, [..., *out] each.
         x: [..., in].
         ring: the devices.
     """
     taken = {axis for each in ring.rows for axis in each}
-    whole = tuple(tuple(axis for axis in each if axis not in taken) for each in ring.kernel)
-    rows = tuple(each or None for each in ring.rows)
-    arguments = PartitionSpec(*rows, *(each or None for each in whole[:-1])), PartitionSpec(*rows, whole[-1] or None)
-    others = tuple(sorted(taken - {ring.axis}))
+    whole = [tuple(axis for axis in each if axis not in taken) or None for each in ring.kernel]
+    rows = [each or None for each in ring.rows]
+    of_outputs, of_inputs = PartitionSpec(*rows, *whole[:-1]), PartitionSpec(*rows, whole[-1])
+    others, count = tuple(sorted(taken - {ring.axis})), ring.mesh.shape[ring.axis]
 
-    def local(gradient: jax.Array, x: jax.Array) -> jax.Array:
-        shape = (*gradient.shape[len(rows) :], x.shape[-1])
-        outputs = gradient.reshape(-1, prod(shape[:-1]))
+    def local(gradients: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+        shape = (*gradients[0].shape[len(rows) :], x.shape[-1])
+        outputs = [gradient.reshape(-1, prod(shape[:-1])) for gradient in gradients]
         inputs = x.reshape(-1, shape[-1])
         if ring.dimension:
-            summed = _both_ways(inputs, outputs, ring, lambda block, other: _product(other, block))
+            summed = _both_ways([(inputs, each) for each in outputs], ring, lambda block, other: _product(other, block))
         else:
             # The first dimension of the outputs is divided, so that a block is whole rows of the kernel.
-            summed = _both_ways(outputs, inputs, ring, _product)
-        count = ring.mesh.shape[ring.axis]
+            summed = _both_ways([(each, inputs) for each in outputs], ring, _product)
         own = tuple(size // count if place == ring.dimension else size for place, size in enumerate(shape))
-        return jax.lax.psum(summed, others).reshape(own) if others else summed.reshape(own)
+        found = tuple(each.reshape(own) for each in summed)
+        return jax.lax.psum(found, others) if others else found
 
-    results = PartitionSpec(*(each or None for each in ring.kernel))
+    arguments = (of_outputs,) * len(gradients), of_inputs
+    results = (PartitionSpec(*(each or None for each in ring.kernel)),) * len(gradients)
     on_devices = jax.shard_map(local, mesh=ring.mesh, in_specs=arguments, out_specs=results, check_vma=False)
-    return on_devices(gradient, x)
+    return on_devices(gradients, x)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -123,25 +155,31 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _both_ways(divided: jax.Array, other: jax.Array, ring: Ring, product: Any) -> jax.Array:
-    """The products of this device's block of `divided` [rows, blocks * width] with `other` [rows, features], summed
-    over the ring: half of the features go around each way."""
+def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: Ring, product: Any) -> list[jax.Array]:
+    """For each pair, the products of this device's block of the first [rows, blocks * width] with the second [rows,
+    features], summed over the ring. One pair goes one way around and the next the other; of a single pair, half of the
+    features each."""
     count, here = ring.mesh.shape[ring.axis], jax.lax.axis_index(ring.axis)
-    width, features = divided.shape[1] // count, other.shape[1]
-    halves = [other] if features % 256 else jnp.split(other, 2, axis=1)
-    sums: list[Any] = [None] * len(halves)
+    halved = len(pairs) == 1 and pairs[0][1].shape[1] % (2 * LANES) == 0
+    if halved:
+        divided, other = pairs[0]
+        pairs = [(divided, half) for half in jnp.split(other, 2, axis=1)]
+    sums: list[Any] = [None] * len(pairs)
     last: Any = None
     for turn in range(count):
-        for way, half in enumerate(halves):
-            step = -1 if way else 1
+        for number, (divided, other) in enumerate(pairs):
+            width, step = divided.shape[1] // count, -1 if number % 2 else 1
             left = step * (count - 1 - turn)  # devices that the sum has yet to come to
             place = jax.lax.rem(here + (left + count), count) * width
-            if last is not None:
-                # One product after the other: the sum that goes the other way arrives meanwhile.
-                half, _ = jax.lax.optimization_barrier((half, last))
-            found = product(jax.lax.dynamic_slice_in_dim(divided, place, width, 1), half)
+            arrived = None
             if turn:
                 to = [(device, (device + step) % count) for device in range(count)]
-                found = found + jax.lax.ppermute(sums[way], ring.axis, to).astype(jnp.float32)
-            sums[way] = last = found.astype(divided.dtype)
-    return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=0 if ring.dimension else 1)
+                arrived = jax.lax.ppermute(sums[number], ring.axis, to)
+            if last is not None:
+                # One product after the other: what goes the other way arrives meanwhile, and is added within the next.
+                place, arrived, _ = jax.lax.optimization_barrier((place, arrived, last))
+            found = product(jax.lax.dynamic_slice_in_dim(divided, place, width, 1), other)
+            if arrived is not None:
+                found = found + arrived.astype(jnp.float32)
+            sums[number] = last = found.astype(divided.dtype)
+    return [jnp.concatenate(sums, axis=0 if ring.dimension else 1)] if halved else sums
