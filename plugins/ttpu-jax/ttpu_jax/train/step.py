@@ -168,7 +168,7 @@ class TrainStep:
             RequestError: rows that `accumulation` does not divide.
         """
         trained = self._trained(params)
-        sums, gradients = self._gradients(*self._weights(params), batch, number)
+        sums, gradients = self._gradients(params, batch, number)
         gradients = project_gradients(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
         squares = squared_norm(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
         norm = jnp.sqrt(squares)
@@ -265,10 +265,10 @@ class TrainStep:
         return wider and (table or path.startswith((GROUPS, LAYERS)))
 
     def _gradients(
-        self, weights: dict[str, Any], trained: dict[str, Any], batch: TokenBatch, number: jax.Array | int
+        self, params: Params, batch: TokenBatch, number: jax.Array | int
     ) -> tuple[LossSums, dict[str, jax.Array]]:
-        """The sums of the loss, and the gradient of its mean for each trained parameter; arguments as `_weights` gives
-        them."""
+        """The sums of the loss, and the gradient of its mean for each trained parameter."""
+        weights, trained = self._weights(params)
         batch = self._with_whole(weights, batch, self.accumulation)
         shared = batch.shared
 
