@@ -1,8 +1,8 @@
 """Compiles the programs whose peak memory the planner's tests know again, writes what the compiler reports of them to
-plugins/ttpu-plan/tests/plan_peaks.json, and the tables of docs/planner.md with it. Nothing runs on a TPU. Programs of
-generate() and training alone; an engine's steps are those of `ttpu compile`.
+plugins/ttpu-plan/tests/plan_peaks.json, and the tables of docs/planner.md with it. Nothing runs on a TPU.
 
     python benchmarks/plan_peaks.py --task decode
+    python benchmarks/plan_peaks.py --of served
     python benchmarks/plan_peaks.py --model gemma --task prefill --processes 4"""
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ttpu_core.architecture import Architecture
 
 ROOT = Path(__file__).parents[1]
 PEAKS, DOCS = ROOT / "plugins/ttpu-plan/tests/plan_peaks.json", ROOT / "docs/planner.md"
-COMPILED = ("published", "unseen")
+COMPILED = ("published", "unseen", "served")
 DOCUMENTED = ("served", "published", "unseen", "shortened")
 
 
@@ -33,8 +36,28 @@ def peak_of(row: dict[str, Any]) -> int:
     found = find_spec(package)
     assert found is not None and found.origin is not None
     architecture = default_registry().architecture(ModelConfig.from_file(Path(found.origin).parent / rest))
+    if "layers" not in row:
+        return peak_of_step(architecture, row)
     known = {name: row[name] for name in ("task", "batch", "context", "layers", "mesh")}
     return compile_report(architecture, row["topology"], **known).peak_bytes
+
+
+def peak_of_step(architecture: Architecture, row: dict[str, Any]) -> int:
+    """The same of an engine's step."""
+    from ttpu_core.quantization import quantize_architecture
+    from ttpu_core.sharding.serving import ServingLimits
+    from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
+    from ttpu_jax.runner.planned_step import compile_planned_step
+    from ttpu_plan.served import planning_backend, served_workloads, shapes_for
+    from ttpu_plan.shards import shard_model
+
+    limits, quantization = ServingLimits.of(row["batch"], row["context"]), row.get("quantization")
+    shapes = shapes_for(planning_backend(), shard_model(architecture.spec, row["mesh"]), limits, "bfloat16")
+    steps = {one.task: one for one in served_workloads(shapes, limits, "bfloat16", quantization)}
+    if quantization is not None:
+        architecture = quantize_architecture(architecture, quantization)
+    mesh = {axis: size for axis, size in row["mesh"].items() if size > 1}
+    return compile_planned_step(architecture, row["topology"], mesh, DEFAULT_STRATEGY, steps[row["task"]]).peak_bytes
 
 
 def written(peaks: dict[str, Any]) -> str:
@@ -66,12 +89,13 @@ def document(peaks: dict[str, Any]) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=("decode", "prefill", "train"), help="of these alone")
+    parser.add_argument("--of", choices=COMPILED, help="of this part of the file alone")
+    parser.add_argument("--task", choices=("decode", "prefill", "mixed", "train"), help="of these alone")
     parser.add_argument("--model", default="", help="whose name contains this alone")
     parser.add_argument("--processes", type=int, default=2)
     asked = parser.parse_args()
     peaks = json.loads(PEAKS.read_text(encoding="utf-8"))
-    rows = [row for name in COMPILED for row in peaks[name]]
+    rows = [row for name in COMPILED if asked.of in (None, name) for row in peaks[name]]
     rows = [row for row in rows if asked.task in (None, row["task"]) and asked.model in row["model"]]
     with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
         for row, peak in zip(rows, pool.map(peak_of, rows), strict=True):

@@ -33,6 +33,7 @@ CONFIGS = {
     "gemma-3-12b": ("ttpu_gemma", "gemma-3-12b-text.json"),
     "Qwen3-30B-A3B": ("ttpu_qwen", "qwen3-30b-a3b.json"),
     "Mixtral-8x7B": ("ttpu_mistral", "mixtral-8x7b.json"),
+    "Mistral-7B": ("ttpu_mistral", "mistral-7b-v0.3.json"),
 }
 """Model → the plugin that ships its config, and the file's name."""
 
@@ -81,8 +82,12 @@ TABLES: dict[str, list[Program]] = {
         *tensor_8("Llama-3.1-8B", "decode", "prefill"),
         Program("Llama-3.1-8B", "v5e:2x4", "train", options=("--batch", "8")),
         *tensor_8("gemma-3-12b", "decode"),
-        Program("Qwen3-30B-A3B", "v6e:2x4", "decode", "expert=2,tensor=4"),
-        *tensor_8("Mixtral-8x7B", "decode"),
+        *tensor_8("Qwen3-30B-A3B", "decode", "prefill"),
+        *(
+            Program("Qwen3-30B-A3B", name, "decode", "data=2,tensor=4", ("--sharding-rules", "expert=data+tensor"))
+            for name in ("v5e:2x4", "v6e:2x4")
+        ),
+        *tensor_8("Mixtral-8x7B", "decode", "prefill"),
     ],
 }
 
@@ -122,6 +127,8 @@ def roofline(program: Program, report: dict[str, Any]) -> list[str]:
     """A row of `roofline`."""
     total, least = report["total_seconds"], report["roofline_seconds"]
     mesh = ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
+    if "--sharding-rules" in program.options:
+        mesh += f"; {program.options[program.options.index('--sharding-rules') + 1]}"
     return [
         *(program.model, f"{report['task']} {report['batch']} × {report['context']}", program.slice, mesh),
         f"{report['peak_bytes'] / GIB:.1f} of {report['hbm_bytes'] / GIB:.2f}",
@@ -153,17 +160,15 @@ def table_of(name: str, results: dict[str, Any]) -> Iterator[str]:
         yield "| " + " | ".join(row) + " |"
 
 
-def write_tables(names: list[str], results: dict[str, Any]) -> None:
-    """Replace the tables in docs."""
+def write_between(name: str, table: str) -> None:
+    """Replace a table in docs."""
+    start, end = f"<!-- predictions: {name} -->\n", "<!-- end of predictions -->"
     for path in sorted((ROOT / "docs").glob("*.md")):
-        text = before = path.read_text(encoding="utf-8")
-        for name in names:
-            start, end = f"<!-- predictions: {name} -->\n", "<!-- end of predictions -->"
-            if start in text:
-                head, _, rest = text.partition(start)
-                text = head + start + "\n".join(table_of(name, results)) + "\n" + end + rest.partition(end)[2]
-        if text != before:
-            path.write_text(text, encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        head, found, rest = text.partition(start)
+        written = head + start + table + "\n" + end + rest.partition(end)[2] if found else text
+        if written != text:
+            path.write_text(written, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
 
 
@@ -180,7 +185,8 @@ def main() -> None:
         for name, program in track(programs.items(), "compiling", console=Console(stderr=True)):
             results[name] = {"command": " ".join(["ttpu", *program.command()]), **result_of(program)}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write_tables(asked.only, results)
+    for name in asked.only:
+        write_between(name, "\n".join(table_of(name, results)))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of each sequence")
     parser.add_argument("--attn-implementation", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, without the parts")
     asked = parser.parse_args()
     program = compiled(asked)
     found = walked(program, -(-asked.tokens // OTHER_KEYS))
+    if asked.json:
+        print(json.dumps({"total_seconds": found.total_seconds, "hbm_seconds": found.hbm_seconds}))
+        return
     print(
         f"{asked.step}, {asked.sequences} sequences of {asked.tokens} tokens, {asked.slice}: "
         f"{found.seconds * 1e3:.2f} ms without kernels, {found.seconds_with_kernels * 1e3:.2f} with, "

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.sharding.parallelism import NAMED, Parallelism, parse_mesh, resolve_parallelism, strategy_with
+from ttpu_core.sharding.parallelism import (
+    NAMED,
+    Parallelism,
+    parse_mesh,
+    parse_rules,
+    resolve_parallelism,
+    strategy_with,
+)
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES
 
 
@@ -121,6 +128,20 @@ def test_rules_of_the_user_s_own_replace_the_usual_ones() -> None:
 def test_rules_with_unknown_axes_are_refused(rules: dict[str, str], sentence: str) -> None:
     with pytest.raises(UnsupportedError, match=sentence):
         strategy_with(rules)
+
+
+def test_rules_are_written_as_text() -> None:
+    assert parse_rules(" expert = data+tensor ,embed=none,mlp=tensor") == {
+        "expert": ("data", "tensor"),
+        "embed": None,
+        "mlp": ("tensor",),
+    }
+
+
+@pytest.mark.parametrize("text", ["expert", "expert=", "expert=data+", "mlp=data,mlp=tensor", "", "mlp=a b"])
+def test_text_that_is_no_rule_is_refused(text: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"sharding rules .* write for example 'expert=data\+tensor,embed=none'"):
+        parse_rules(text)
 
 
 def test_one_device_is_said_in_words() -> None:

@@ -37,10 +37,20 @@ def collective_seconds(
         "all-reduce": 2 * others,
         "all-to-all": others / 2,
         "ragged-all-to-all": others / 2,
-        "collective-permute": 1.0,
     }[op]
-    hops = 1 if op == "collective-permute" else group_size - 1
-    return result_bytes * sent / (2 * link_bytes_per_second * axes) + hops * HOP_SECONDS
+    return result_bytes * sent / (2 * link_bytes_per_second * axes) + (group_size - 1) * HOP_SECONDS
+
+
+def permute_seconds(result_bytes: float, link_bytes_per_second: float, hops: int = 1) -> float:
+    """Time in which every device of a ring sends its data to another one, all the same way.
+
+    Args:
+        result_bytes: bytes that one device sends.
+        link_bytes_per_second: bandwidth of one link in one direction.
+        hops: links between a device and the one that it sends to. What crosses several shares them with the data of
+            as many other devices.
+    """
+    return hops * (result_bytes / link_bytes_per_second + 2 * HOP_SECONDS)
 
 
 def slice_axes(mesh: Mapping[str, int], slices: int) -> dict[str, int]:

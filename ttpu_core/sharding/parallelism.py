@@ -132,6 +132,26 @@ def parse_mesh(text: str) -> dict[str, int]:
     return dict(_in_order(_axes(text)[0]))
 
 
+def parse_rules(text: str) -> dict[str, tuple[str, ...] | None]:
+    """Rules written as "expert=data+tensor,embed=none": logical axes, each with the mesh axes that shard it.
+
+    Raises:
+        UnsupportedError: a part that is no rule, or a logical axis named twice. `strategy_with` checks the names.
+    """
+    rules: dict[str, tuple[str, ...] | None] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+(?:\s*\+\s*\w+)*)\s*", part)
+        if match is None or match[1] in rules:
+            raise UnsupportedError(
+                f"the sharding rules {text!r} were asked for, but {part.strip()!r} in them is not a logical axis and "
+                "the mesh axes that shard it: write for example 'expert=data+tensor,embed=none', each logical axis at "
+                "most once."
+            )
+        names = tuple(name.strip() for name in match[2].split("+"))
+        rules[match[1]] = None if names == ("none",) else names
+    return rules
+
+
 def strategy_with(rules: Rules | None, usual: Strategy = DEFAULT_STRATEGY) -> Strategy:
     """The strategy `usual` with the user's rules in place of its own.
 

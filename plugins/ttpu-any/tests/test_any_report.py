@@ -78,6 +78,8 @@ def test_what_reads_texts_of_an_encoder_is_compiled(tmp_path: Path) -> None:
     [
         (["--layers", "scan"], "--layers scan was asked for, but no plugin describes model type 'biogpt'"),
         (["--quantization", "w8a16"], "--quantization w8a16 was asked for, but no plugin"),
+        (["--experts", "few"], "--experts few was asked for, but no plugin"),
+        (["--sharding-rules", "mlp=none"], "--sharding-rules mlp=none was asked for, but no plugin"),
         (["--task", "train"], "a training step of a model of type 'biogpt' was to be compiled, but no plugin"),
         (["--context", "65"], "a context of 65 tokens was asked for, but BioGptForCausalLM has 64 positions"),
         (["--mesh", "sequence=4"], "the mesh has the axis 'sequence', but a model without a plugin is sharded along"),

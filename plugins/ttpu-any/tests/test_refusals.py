@@ -59,6 +59,7 @@ def trained(model: Any, out: Path, **options: Any) -> None:
         {"attention_config": {"block": 1}},
         {"attn_implementation": "flash"},
         {"enable_paged_attention": True},
+        {"experts": "few"},
         {"patch_packs": ["some"]},
         {"plan": "plan.json"},
         {"quantization": "int8"},

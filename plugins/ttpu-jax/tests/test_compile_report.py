@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -12,6 +13,8 @@ from ttpu_core.checkpoint import open_config
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.parallelism import strategy_with
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_jax.aot.report import ProgramReport, compile_report
@@ -316,6 +319,8 @@ class TestCommand:
             (("--topology", "v5e:2x4", "--mesh", "tensor=4"), "'v5e:2x4' has 8"),
             (("--topology", "v5e:2x4", "--mesh", "heads=8"), "not an axis"),
             (("--topology", "v5e:2x4", "--dtype", "int3"), "float32, bfloat16, float16"),
+            (("--topology", "v5e:2x4", "--sharding-rules", "mlp"), "'mlp' in them is not a logical axis"),
+            (("--topology", "v5e:2x4", "--sharding-rules", "heads=tensor"), "logical axis 'heads'"),
         ],
     )
     def test_what_cannot_be_compiled_is_an_error_in_one_sentence(
@@ -325,6 +330,22 @@ class TestCommand:
         assert isinstance(error, UnsupportedError | RequestError)
         assert said in str(error)
 
+    def test_experts_and_rules_are_those_that_were_asked_for(
+        self, config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: dict[str, Any] = {}
+
+        def stand_in(_: Architecture, *names: object, **options: object) -> None:
+            asked.update(options)
+            raise RequestError("that is enough")
+
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+        rules = ("--sharding-rules", "expert=data+tensor,embed=none")
+        self.run(config, "--topology", "v5e:2x4", "--experts", "grouped", *rules)
+        assert asked["experts"] == "grouped"
+        assert asked["strategy"] == strategy_with({"expert": ("data", "tensor"), "embed": None})
+        self.run(config, "--topology", "v5e:2x4")
+        assert (asked["experts"], asked["strategy"]) == ("auto", DEFAULT_STRATEGY)
 
     def test_a_quantized_checkpoint_is_compiled_in_its_own_format(
         self, config: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,22 +3,28 @@ interpreted."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from moe_cases import BASE, HIDDEN, KINDS, arrays, assert_close, assert_same, module, run_with_gradients, tokens
+from strategies import FAMILIES
 
+from ttpu import AutoModelForTPU
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.spec import ActivationSpec, RouterSpec, axes
+from ttpu_core.spec import ActivationSpec, MoESpec, RouterSpec, axes
 from ttpu_jax.model.moe import MoE
 from ttpu_jax.ops import few_tokens, few_tokens_tpu
 from ttpu_jax.ops.few_tokens import FEW, Router, run_few
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, weigh_experts
 from ttpu_jax.params.placement import local_placement
 
+KERNELS = ExpertKernels(jnp.zeros((8, 2, 12, HIDDEN)), jnp.zeros((8, HIDDEN, 12)))
 SERVED = [kind for kind, spec in KINDS.items() if not spec.identity_experts]
 
 
@@ -120,11 +126,39 @@ def test_the_form_is_taken_for_few_tokens_on_tpus() -> None:
     assert "TPU" in (layer.experts.why_not_few(step()) or "")
     many = module(BASE, arrays(BASE), form="few").experts
     assert many.why_not_few(jnp.zeros((FEW + 1, 1, HIDDEN))) is None
-    kernels = ExpertKernels(jnp.zeros((8, 2, 12, HIDDEN)), jnp.zeros((8, HIDDEN, 12)))
-    assert few_tokens.why_not_few(BASE, kernels, FEW, "tpu", "auto") is None
-    assert "more than 128" in (few_tokens.why_not_few(BASE, kernels, FEW + 1, "tpu", "auto") or "")
-    assert "VMEM" in (few_tokens.why_not_few(BASE, kernels, 2**16, "tpu", "few") or "")
-    by_erf = replace(BASE, activation=ActivationSpec("gelu"))
-    assert "error function" in (few_tokens.why_not_few(by_erf, kernels, 32, "tpu", "few") or "")
-    identities = module(KINDS["identities"], arrays(KINDS["identities"]), form="few").experts
-    assert "return their input" in (identities.why_not_few(step()) or "")
+    assert few_tokens.why_not_few(BASE, KERNELS, FEW, "tpu", "auto") is None
+    assert "more than 128" in (few_tokens.why_not_few(BASE, KERNELS, FEW + 1, "tpu", "auto") or "")
+    assert "VMEM" in (few_tokens.why_not_few(BASE, KERNELS, 2**16, "tpu", "few") or "")
+    assert "another" in (few_tokens.why_not_few(BASE, KERNELS, 1, "tpu", "grouped") or "")
+
+
+BY_ERF = replace(BASE, activation=ActivationSpec("gelu"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "platform", "why"),
+    [
+        (BY_ERF, "tpu", "error function"),
+        (KINDS["identities"], "tpu", "return their input"),
+        (BASE, "gpu", "kernel for TPUs"),
+    ],
+)
+def test_what_is_not_served_is_refused_where_it_is_asked_for_and_else_grouped(
+    spec: MoESpec, platform: str, why: str
+) -> None:
+    assert why in (few_tokens.why_not_few(spec, KERNELS, 32, platform, "auto") or "")
+    with pytest.raises(UnsupportedError, match=f"experts='few' was asked for, but .*{why}: use 'auto' or 'grouped'"):
+        few_tokens.why_not_few(spec, KERNELS, 32, platform, "few")
+
+
+def test_a_model_is_loaded_with_experts_in_the_form_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["mistral"]))
+
+    def logits(form: str) -> np.ndarray:
+        model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax", random_seed=0, dtype="float32", experts=form)
+        assert model.programs.runtime.experts == form
+        return np.asarray(model(np.arange(1, 6, dtype=np.int32)[None]).logits)
+
+    np.testing.assert_allclose(logits("few"), logits("grouped"), atol=1e-5)
+    with pytest.raises(RequestError, match="one of the forms auto, grouped, few: write one of them"):
+        AutoModelForTPU.from_pretrained(tmp_path, backend="jax", random_seed=0, experts="all")

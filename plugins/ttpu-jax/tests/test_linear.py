@@ -59,3 +59,32 @@ def test_an_engine_widens_one_kernel_after_another(tmp_path: Path) -> None:
     assert "f32[1024,128]" in program.as_text(), "no kernel of gate and up is widened"
     widened = 4 * sum(value.size for path, value in llm.engine.runner.params.items() if path.endswith(".kernel"))
     assert program.memory_analysis().temp_size_in_bytes < widened / 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "platform", "turned"),
+    [
+        (1, "float32", "cpu", False),
+        (2, "float32", "cpu", True),
+        (64, "float32", "cpu", True),
+        (65, "float32", "cpu", False),
+        (8, "bfloat16", "cpu", False),
+        (8, "float32", "tpu", False),
+    ],
+)
+def test_few_rows_of_float32_are_multiplied_with_the_kernel_on_the_left_on_cpus(
+    rows: int, dtype: str, platform: str, turned: bool
+) -> None:
+    generator = np.random.default_rng(0)
+    x = jnp.asarray(generator.standard_normal((rows, 48)), dtype)
+    kernel = jnp.asarray(generator.standard_normal((3, 8, 48)), dtype)
+
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return linear(x, kernel, platform=platform, out_dtype=jnp.dtype(jnp.float32))
+
+    assert ("optimization_barrier" in str(jax.make_jaxpr(product)(x, kernel))) == turned
+    expected = np.einsum("ri,abi->rab", *(np.asarray(each, np.float64) for each in (x, kernel)))
+    np.testing.assert_allclose(jax.jit(product)(x, kernel), expected, rtol=1e-5, atol=1e-4)
+    gradient = jax.grad(lambda kernel: product(x, kernel).sum())(kernel)
+    row = np.broadcast_to(np.asarray(x, np.float64).sum(0), kernel.shape)
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), row, rtol=2e-2, atol=2e-2)

@@ -7,6 +7,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from moe_cases import (
@@ -28,7 +29,9 @@ from moe_cases import (
 )
 
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.spec import MLPSpec, MoESpec, RouterSpec, axes
+from ttpu_core.spec import ActivationSpec, MLPSpec, MoESpec, RouterSpec, axes
+from ttpu_jax.ops import moe
+from ttpu_jax.ops.grouped import grouped_linear
 from ttpu_jax.ops.moe import choose_experts
 from ttpu_jax.params.placement import local_placement
 
@@ -153,3 +156,50 @@ def test_every_parameter_is_held_under_its_own_path() -> None:
         state = nnx.to_flat_state(nnx.state(module(spec, arrays(spec)), nnx.Param))
         held = {".".join(map(str, path)): variable.get_metadata("axis_names") for path, variable in state}
         assert held == {path: parameter.axes for path, parameter in table(spec).items()}
+
+
+GATED = {
+    "few": (40, 24, 16, [5, 0, 11, 3]),
+    "many_in_one_group": (300, 256, 128, [0, 0, 50, 250, 0]),
+    "a_block_is_several_groups": (300, 100, 96, [100, 0, 0, 7, 130, 13]),
+    "several_blocks_of_the_kernel": (64, 384, 4224, [20, 30]),
+    "a_block_that_the_output_does_not_fill": (40, 1100, 2112, [5, 35]),
+    "none": (16, 8, 8, [0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", GATED)
+def test_gated_features_of_one_kernel_and_their_gradients_are_those_of_products(case: str) -> None:
+    rows, out, inner, sizes = GATED[case]
+    rng = np.random.default_rng(0)
+    x, up = rng.normal(size=(rows, inner)), rng.normal(size=(len(sizes), 2, out, inner)) / inner**0.5
+    weight, gradient = rng.normal(size=rows), rng.normal(size=(rows, out))
+    used, spec = sum(sizes), replace(BASE, activation=ActivationSpec("gelu_tanh"))
+    x[used:], gradient[used:], weight[used:] = np.nan, np.nan, 0  # what comes after the last group must not matter
+    given = [jnp.asarray(each, jnp.float32) for each in (x, up, weight)]
+    counts = jnp.asarray(sizes, jnp.int32)
+    one_kernel = moe._gated(*given, counts, spec, "tpu-interpreted")[:used]
+
+    def plain(x: jax.Array, up: jax.Array, weight: jax.Array) -> jax.Array:
+        return moe._activated(grouped_linear(x, up, counts, "cpu"), weight[:, None], spec)
+
+    expected, back = jax.vjp(plain, *given)
+    assert_close(one_kernel, expected[:used]) if used else None
+    _, back_too = jax.vjp(lambda *each: moe._gated(*each, counts, spec, "tpu-interpreted"), *given)
+    ours, theirs = (each(jnp.asarray(gradient, jnp.float32)) for each in (back_too, back))
+    for path, part, other in zip(("x", "up", "weight"), ours, theirs, strict=True):
+        within = slice(None) if path == "up" else slice(used)
+        assert_close(part[within], other[within]) if used else None
+
+
+@pytest.mark.parametrize("kind", ["softmax", "topk_softmax", "ungated", "sigmoid_on_input", "normed_and_scaled"])
+def test_a_tpu_computes_what_a_cpu_computes(kind: str) -> None:
+    spec, x = KINDS[kind], tokens()[0]
+    values, up = arrays(spec), "gate_up" if KINDS[kind].gated else "up"
+    kernels = [values.get(f"experts.{name}") for name in (f"{up}.kernel", "down.kernel", f"{up}.bias", "down.bias")]
+    half = moe.ExpertKernels(*(None if each is None else each[4:] for each in kernels))  # others lie elsewhere
+    chosen, weights = choose_experts(x @ values["router.kernel"].T, spec.router, spec.experts_per_token)
+    tpu, cpu = (
+        moe.run_experts(x, chosen, weights, half, spec, platform, 4) for platform in ("tpu-interpreted", "cpu")
+    )
+    assert_close(tpu, cpu)

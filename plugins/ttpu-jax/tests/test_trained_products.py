@@ -25,7 +25,7 @@ from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops.masters import Master, rounded
-from ttpu_jax.ops.matmul.trained import ring_of, trained_product, trained_products
+from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import Placement, local_placement
 from ttpu_jax.train.step import TrainStep
@@ -52,7 +52,7 @@ def mesh_of(names: tuple[str, ...]) -> jax.sharding.Mesh:
 def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features: int, dtype: Any) -> None:
     names, of_kernel, of_rows = MESHES[case]
     mesh = mesh_of(names)
-    ring = ring_of(mesh, of_kernel, of_rows)
+    ring = gradient_ring(mesh, of_kernel, of_rows)
     assert ring is not None and ring.axis == "fsdp"
     x, kernel = RANDOM.standard_normal((8, 6, 2 * features)), RANDOM.standard_normal((8, features // 4, 2 * features))
     wanted = jnp.asarray(RANDOM.standard_normal((8, 6, 8, features // 4)), jnp.float32)
@@ -78,7 +78,7 @@ def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features:
 
 def test_two_kernels_go_around_both_ways() -> None:
     mesh = mesh_of(("fsdp",))
-    ring = ring_of(mesh, ((), ("fsdp",)), (("fsdp",), ()))
+    ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()))
     x = jnp.asarray(RANDOM.standard_normal((8, 3, 16)), jnp.float32)
     kernels = jnp.asarray(RANDOM.standard_normal((2, 5, 16)), jnp.float32)
 
@@ -120,8 +120,8 @@ def test_what_is_recomputed_may_keep_products(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_other_kernels_are_left_to_the_compiler(kernel: Any, rows: Any) -> None:
-    assert ring_of(mesh_of(("data", "fsdp", "tensor")), kernel, rows) is None
-    assert ring_of(None, ((), ("fsdp",)), (("fsdp",), ())) is None
+    assert gradient_ring(mesh_of(("data", "fsdp", "tensor")), kernel, rows) is None
+    assert gradient_ring(None, ((), ("fsdp",)), (("fsdp",), ())) is None
 
 
 def test_a_master_has_the_gradient_of_the_rounded_weight_in_its_slot() -> None:

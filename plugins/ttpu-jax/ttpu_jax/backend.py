@@ -147,6 +147,8 @@ class JaxBackend:
             attention.options,
             use_pallas=use_pallas,
             dtype=held,
+            experts=options.experts,
+            stream="whole" if options.purpose == "train" else options.residual_stream,
         )
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.loading import NOT_FOR_ENGINES, LoadOptions, refuse_unknown
 from ttpu_core.registry import default_registry
+from ttpu_jax.ops.few_tokens import ExpertsForm
+from ttpu_jax.ops.matmul.rings import StreamForm
 
 if TYPE_CHECKING:
     from ttpu_serve.api.engine_config import EngineConfig
@@ -23,27 +25,45 @@ class JaxLoadOptions(LoadOptions):
 
     Args:
         task: "inference"; there is no other yet.
+        experts: the form in which mixtures of experts are computed: "grouped" (on tokens sorted by expert), "few" (each
+            expert that a token chose is read once and multiplies all tokens, where these fit on the chip), or "auto",
+            which takes "few" on a TPU for at most 128 tokens a device.
         enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous batching,
             prefix caching, programs compiled ahead.
         engine_config: the engine's settings, with `enable_paged_attention`; None is its defaults. Callers of
             `from_pretrained` pass each setting by its own name, such as max_num_seqs.
+        residual_stream: "auto" cuts the tokens of long inputs over the devices that share heads and MLPs, on TPUs, so
+            that products exchange them while they multiply; "rings" wherever these devices divide the tokens; "whole"
+            nowhere (docs/parallelism.md).
     """
 
     task: str = "inference"
+    experts: ExpertsForm = "auto"
     enable_paged_attention: bool = field(default=False, metadata=NOT_FOR_ENGINES)
     engine_config: EngineConfig | None = field(default=None, metadata=NOT_FOR_ENGINES)
+    residual_stream: StreamForm = "auto"
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            RequestError: an unknown purpose, or a `task` that is not "inference".
+            RequestError: an unknown purpose, form of experts or residual stream, or a `task` that is not "inference".
         """
         super().__post_init__()
         if self.task != "inference":
             raise RequestError(
                 f"task={self.task!r} was asked for, but this version of the JAX backend loads models for inference: "
                 "leave it out."
+            )
+        if self.experts not in get_args(ExpertsForm):
+            raise RequestError(
+                f"experts={self.experts!r} was asked for, but experts are computed in one of the forms "
+                f"{', '.join(get_args(ExpertsForm))}: write one of them."
+            )
+        if self.residual_stream not in get_args(StreamForm):
+            raise RequestError(
+                f"residual_stream={self.residual_stream!r} was asked for, but it is one of "
+                f"{', '.join(get_args(StreamForm))}: write one of them."
             )
 
     @classmethod

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -91,6 +92,26 @@ def engines(model: Any, checkpoint: Path) -> Iterator[dict[str, EngineCore]]:
     yield {name: llm.engine for name, llm in made.items()}
     for llm in made.values():
         llm.close()
+
+
+def test_steps_whose_tokens_go_round_a_ring_answer_as_whole_ones(checkpoint: Path) -> None:
+    """Steps of sixteen tokens, in which some prompts are read while others are answered."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
+    told: list[Any] = []
+    for stream in ("whole", "rings"):
+        settings = {**SMALL, "parallelism_strategy": "tensor=8", "residual_stream": stream, "num_pages": 60}
+        with LLM(str(checkpoint), **settings) as llm:
+            steps = [one for one in llm.engine.runner.programs() if one.key[0] == "step"]
+            texts = {one.key[1].tokens: str(jax.make_jaxpr(one.function)(*one.arguments)) for one in steps}
+            in_ring = [tokens for tokens, text in texts.items() if "ppermute" in text]
+            assert in_ring == [16] * (stream == "rings")
+            told.append(llm.generate([prompt for prompt, _ in REQUESTS[:6]], params))
+    for whole, ring in zip(*told, strict=True):
+        assert whole.outputs[0].token_ids == ring.outputs[0].token_ids
+        for one, other in zip(whole.prompt_logprobs[1:], ring.prompt_logprobs[1:], strict=True):
+            assert {token: value.logprob for token, value in one.items()} == pytest.approx(
+                {token: value.logprob for token, value in other.items()}, abs=1e-4
+            )
 
 
 Arrival = tuple[int, int, int | None, int]

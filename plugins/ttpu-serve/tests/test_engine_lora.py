@@ -145,12 +145,13 @@ def test_adapters_in_one_batch_answer_as_merged_weights(
     assert_all_merged(engine, base, adapters, oracle)
 
 
+@pytest.mark.parametrize("residual_stream", ["whole", "rings"])
 def test_adapters_in_one_batch_answer_as_merged_weights_on_eight_devices(
-    base: Path, adapters: dict[str, Adapter], oracle: Oracle
+    base: Path, adapters: dict[str, Adapter], oracle: Oracle, residual_stream: str
 ) -> None:
     """Eight devices need more heads than there are, so that kernels and adapters are padded."""
     given = {name: str(adapters[name].path) for name in ("all", "some")}
-    core = small_engine(base, adapters=given, parallelism_strategy="tensor=8")
+    core = small_engine(base, adapters=given, parallelism_strategy="tensor=8", residual_stream=residual_stream)
     assert_all_merged(core, base, adapters, oracle)
     held = core.runner.params["layers.0.mlp.down.kernel"].a
     assert held.addressable_shards[0].data.size * 8 == held.size

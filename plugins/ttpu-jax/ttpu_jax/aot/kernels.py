@@ -23,8 +23,8 @@ def known_cost(kernel: Instruction) -> tuple[int, int] | None:
     Splash attention is counted as causal: of its n blocks of queries, each attends to the blocks of keys up to its own,
     so that it multiplies (n + 1) / 2n of the square. With windows it takes less.
 
-    Ragged paged attention is counted as if each sequence had as many tokens as its row of the block table has room for,
-    or all of them as many as there are pages. Lengths are not known while a program is compiled.
+    Ragged paged attention is counted as if all sequences were equally long, and had as many tokens as their rows of the
+    block table, or all pages, have room for. Lengths are not known while a program is compiled.
     """
     operands = _OPERANDS.search(kernel.attributes)
     if operands is None:
@@ -59,7 +59,6 @@ def _ragged_cost(kernel: Instruction, shapes: list[tuple[str, tuple[int, ...]]])
         return None
     (sequences, columns), (tokens, heads, features), (dtype, (all_pages, *page)) = table, queries, kept
     pages = min(sequences * columns, all_pages)
-    # A token attends to its own sequence alone.
-    pairs = (pages if tokens == sequences else tokens * min(columns, all_pages)) * page[0]
+    pairs = tokens * pages * page[0] // sequences  # a token attends to its own sequence alone
     page_bytes = sum(array_bytes(f"{dtype}[{','.join(map(str, page))}]"))
     return 4 * heads * features * pairs, pages * page_bytes + 2 * sum(kernel.arrays)

@@ -31,6 +31,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.few_tokens import ExpertsForm
+from ttpu_jax.ops.matmul.rings import StreamForm
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement, device_bytes
 
@@ -161,6 +162,7 @@ def compile_report(
     attention_config: Mapping[str, Any] | None = None,
     experts: ExpertsForm = "auto",
     quantization: Any = None,
+    residual_stream: StreamForm = "auto",
 ) -> ProgramReport:
     """Compile one program of a model for a TPU slice and report the compiler's results.
 
@@ -183,6 +185,7 @@ def compile_report(
         attention_config: as in from_pretrained().
         experts: how experts are computed, see `ttpu_jax.ops.few_tokens`.
         quantization: of the weights, as in from_pretrained().
+        residual_stream: "auto" cuts the residual stream of inference where that is faster, "whole" never does.
 
     Raises:
         UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
@@ -209,7 +212,14 @@ def compile_report(
     pallas = "auto" if config is None else config.use_pallas
     ropes = different_ropes(spec.layers)
     runtime = Runtime(
-        placement, attention.name, ropes, attention.options, use_pallas=pallas, dtype=kind, experts=experts
+        placement,
+        attention.name,
+        ropes,
+        attention.options,
+        use_pallas=pallas,
+        dtype=kind,
+        experts=experts,
+        stream="whole" if task == "train" else residual_stream,
     )
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":

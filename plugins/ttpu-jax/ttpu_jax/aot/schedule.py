@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds
+from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, permute_seconds
 from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
 from .kernels import known_cost
+from .permutes import hops
 from .topology import Chip, chip_named
 
 __all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "PartCost", "ScheduleEstimate", "Unmodelled", "estimate"]
@@ -182,12 +183,13 @@ class _Ledger:
 @dataclass(slots=True)
 class _Clocks:
     """Seconds since a computation began: the core's clock, and the times at which queued copies and collectives
-    finish."""
+    finish. Each direction of the links has a clock: permutes that send opposite ways go on at once."""
 
     made: Mapping[str, Instruction]
     core: float = 0.0
     copies: float = 0.0
-    links: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
     # Collectives that have no "done" and have not been used, by the names under which their results go.
     named: dict[str, Instruction] = field(default_factory=dict)
@@ -212,9 +214,14 @@ class _Clocks:
             self.ready[name] += min(in_hbm, self.ready[name] - begun)
         self.copies += both
 
-    def queue_collective(self, name: str, seconds: float) -> None:
-        self.links = max(self.links, self.core) + seconds
-        self.ready[name] = self.links
+    def queue_collective(self, name: str, seconds: float, direction: int = 0) -> None:
+        """`direction` is above or below 0 for what goes one way, and 0 for what needs both."""
+        busy = max((self.forward if direction >= 0 else 0.0), (self.backward if direction <= 0 else 0.0))
+        self.ready[name] = max(busy, self.core) + seconds
+        if direction >= 0:
+            self.forward = self.ready[name]
+        if direction <= 0:
+            self.backward = self.ready[name]
 
     def wait_until(self, moment: float) -> float:
         """Advance the core to `moment` if that is later. Returns the waiting time."""
@@ -362,7 +369,7 @@ class _Walk:
         if fusion.name.startswith("async-collective-start"):
             self._in_background(fusion, self._inner_seconds(fusion) or 0.0, clocks, count, ledger)
         elif fusion.name.startswith("async-collective-done"):
-            ledger.add("collective_wait", fusion, clocks.wait_until(clocks.links) * count)
+            ledger.add("collective_wait", fusion, clocks.wait_until(max(clocks.forward, clocks.backward)) * count)
         elif (fused := fused_collective(self.module, fusion)) and (
             cycles is None or "all-reduce-scatter" in (self.module.callee(fusion) or "")
         ):
@@ -379,7 +386,8 @@ class _Walk:
     def _in_background(
         self, start: Instruction, seconds: float, clocks: _Clocks, count: int, ledger: _Ledger
     ) -> None:
-        clocks.queue_collective(start.name, seconds)
+        permutes = start.collective_op == "collective-permute"
+        clocks.queue_collective(start.name, seconds, hops(start) if permutes else 0)
         ledger.add("collective_in_background", start, seconds * count)
 
     def _inner_seconds(self, caller: Instruction) -> float | None:
@@ -389,6 +397,9 @@ class _Walk:
         return sum(self._seconds(one.op, collective_bytes(one), one, _driven_axes(one)) for one in inner)
 
     def _seconds(self, op: str, result_bytes: int, collective: Instruction, axes: int) -> float:
+        if op == "collective-permute":
+            links = max(1, abs(hops(collective)))
+            return permute_seconds(result_bytes, self.chip.ici_bytes_per_second, links)
         group_size = self.module.group_size(collective)
         return collective_seconds(op, result_bytes, group_size, self.chip.ici_bytes_per_second, axes)
 

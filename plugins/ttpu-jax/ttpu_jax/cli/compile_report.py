@@ -31,6 +31,8 @@ USUAL: Mapping[str, Any] = {
     "attn_implementation": "auto",
     "experts": "auto",
     "quantization": None,
+    "sharding_rules": None,
+    "residual_stream": "auto",
 }
 """Options that need an architecture, and what they are without being asked for."""
 
@@ -59,6 +61,13 @@ class LayersChoice(StrEnum):
     scan = "scan"
 
 
+class StreamChoice(StrEnum):
+    """Where the residual stream of inference is cut."""
+
+    auto = "auto"
+    whole = "whole"
+
+
 def compile_report(
     checkpoint: Annotated[
         str,
@@ -80,6 +89,10 @@ def compile_report(
         str | None,
         typer.Option(metavar="AXES", help="As in data=2,tensor=4. Without it, tensor takes all devices of the slice."),
     ] = None,
+    sharding_rules: Annotated[
+        str | None,
+        typer.Option(metavar="RULES", help="Logical axes and the mesh axes that shard them: expert=data+tensor."),
+    ] = None,
     layers: Annotated[
         LayersChoice, typer.Option(help="Compile every layer, or one in a loop: compiles sooner, runs slower.")
     ] = LayersChoice.unrolled,
@@ -88,12 +101,16 @@ def compile_report(
     ] = "auto",
     experts: Annotated[
         ExpertsChoice,
-        typer.Option(help="How experts are computed: on sorted tokens, in the form for few tokens, or the better one."),
+        typer.Option(help="How experts are computed: on tokens sorted by expert, in the form for few tokens, or auto."),
     ] = ExpertsChoice.auto,
     quantization: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Of the weights: w8a16, w8a8, w4a16-g128, w4a16-g128-asym, fp8, mxfp4."),
     ] = None,
+    residual_stream: Annotated[
+        StreamChoice,
+        typer.Option(help="auto cuts the rows of long inputs over the tensor axis; whole keeps them on every device."),
+    ] = StreamChoice.auto,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say where the time goes, by part of the model.")
     ] = False,
@@ -125,6 +142,8 @@ def compile_report(
         "attn_implementation": attn_implementation,
         "experts": experts.value,
         "quantization": quantization,
+        "sharding_rules": sharding_rules,
+        "residual_stream": residual_stream.value,
     }
     report, described = _reporter(checkpoint, options)
     wanted: list[tuple[Any, int, int]] = []
@@ -138,9 +157,7 @@ def compile_report(
     for name in topology:
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
-                reports.append(
-                    report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes)
-                )
+                reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes))
     if as_json:
         programs = [_as_json(one) for one in reports]
         print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": programs})
@@ -176,19 +193,24 @@ def _reporter(checkpoint: str, options: Mapping[str, Any]) -> tuple[Callable[...
 
     Raises:
         RequestError: an option that needs a plugin.
+        UnsupportedError: sharding rules that are none.
     """
     from functools import partial
 
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture, undescribed_config
     from ttpu_core.registry import default_registry
+    from ttpu_core.sharding.parallelism import parse_rules, strategy_with
     from ttpu_jax.aot.report import ReportsWithoutPlugin
     from ttpu_jax.aot.report import compile_report as of_architecture
 
     config = undescribed_config(checkpoint)
     fallback = None if config is None else default_registry().fallback("jax")
     if config is None or not isinstance(fallback, ReportsWithoutPlugin):
-        return partial(of_architecture, planned_architecture(checkpoint), **options), True
+        rules = options["sharding_rules"]
+        strategy = strategy_with(parse_rules(rules) if rules else None)
+        given = {name: value for name, value in options.items() if name != "sharding_rules"}
+        return partial(of_architecture, planned_architecture(checkpoint), strategy=strategy, **given), True
     for name, value in options.items():
         if value != USUAL[name]:
             raise RequestError(

@@ -9,8 +9,19 @@ from flax import nnx
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.parameters import fused_slots
-from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, maybe, value_of
+from ttpu_jax.model.modules import (
+    Linear,
+    Norm,
+    Parameters,
+    Runtime,
+    Step,
+    maybe,
+    ring_of,
+    value_of,
+    with_whole_rows,
+)
 from ttpu_jax.model.step_cache import Keys, StepCache
+from ttpu_jax.ops.matmul.rings import gathered_product, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
@@ -51,6 +62,8 @@ class Attention(nnx.Module):
         Raises:
             ValueError: neither this layer nor another gave keys.
         """
+        if self.gate is not None or self.value is not None or not self.qkv.is_plain:
+            x = with_whole_rows(x, self.runtime)  # once for several products
         query, own = self._project(x, step)
         positions = step.query_positions
         if step.last_only:
@@ -71,7 +84,7 @@ class Attention(nnx.Module):
         """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has
         its own."""
         spec, constrain = self.spec, self.runtime.placement.constrain
-        fused = constrain(self.qkv(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
+        fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
         both = None
         if own_keys and self.q_norm is None and self.k_norm is None and self.runtime.rotates_by_product:
@@ -89,6 +102,13 @@ class Attention(nnx.Module):
         value = self._clip(maybe(self.v_norm, value))
         turned = self._position(key, self.k_norm, step) if both is None else both[..., group, :]
         return query, (_heads_first(turned), _heads_first(value))
+
+    def _fused(self, x: jax.Array) -> jax.Array:
+        """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""
+        ring = ring_of(x, self.runtime)
+        if ring is None or self.gate is not None or self.value is not None or not self.qkv.is_plain:
+            return self.qkv(x)
+        return gathered_product(x, *self.qkv.arrays, ring)
 
     def _clip(self, x: jax.Array) -> jax.Array:
         bound = self.spec.clip_qkv
@@ -132,7 +152,11 @@ class Attention(nnx.Module):
             mixed = (mixed * (gate if gate.ndim == mixed.ndim else gate[..., None])).astype(mixed.dtype)
         if self.output_norm is not None:
             mixed = self.output_norm(mixed)
-        return self.output(mixed.reshape(*mixed.shape[:2], -1))
+        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        ring = ring_of(mixed, self.runtime)
+        if ring is None or not self.output.is_plain:
+            return self.output(mixed)
+        return scattered_product(mixed, *self.output.arrays, ring)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:

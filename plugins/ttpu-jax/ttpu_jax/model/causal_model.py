@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, Parameter
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec, Parameter
 from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache, empty_cache
@@ -253,6 +253,8 @@ def causal_model(
     """
     if runtime.placement.platform == "tpu" and _rounds_all_inputs(spec):
         runtime = replace(runtime, cuts_stream=True)
+    if runtime.stream != "whole" and not _has_plain_layers(spec):
+        runtime = replace(runtime, stream="whole")
     return DecoderModel(spec, runtime, stacked, remat, slices)
 
 
@@ -265,3 +267,15 @@ def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
     )
     forms = [form for path, form in spec.kernel_formats if path.startswith(LAYERS)]
     return plain and bool(forms) and all(form.activation is not None and form.group_size is None for form in forms)
+
+
+def _has_plain_layers(spec: ArchitectureSpec) -> bool:
+    """Whether all layers are softmax attention and a dense MLP or experts, if any, with kernels that are not
+    quantized."""
+    return not spec.kernel_formats and all(
+        isinstance(layer.mixer, AttentionSpec)
+        and isinstance(layer.mlp, MLPSpec | MoESpec | None)
+        and layer.block.beside is None
+        and layer.block.custom is None
+        for layer in spec.layers
+    )

@@ -31,7 +31,9 @@ from ttpu_jax.model.modules import (
     Step,
     Stream,
     WithShortcut,
+    constrain_stream,
     maybe,
+    ring_of,
 )
 from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
@@ -298,7 +300,10 @@ class Decoder(nnx.Module):
         """The stream after the last layer, what is kept of each layer, and the loads that were asked for. `seen`
         receives what goes into each layer, if layers are not stacked."""
         x, beside = self.embed(tokens, step.query_positions)
-        x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+        if ring_of(x, self.runtime) is not None:
+            x = constrain_stream(x, self.runtime)
+        else:
+            x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
         if self.stacked:
             return self._scan_layers(x, step, caches, bind, beside)
         return self._unroll_layers(x, step, caches, bind, beside, last_only=last_only, seen=seen)

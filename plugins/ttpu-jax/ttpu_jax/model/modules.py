@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_core.spec.parameters import SHARED
@@ -25,7 +25,8 @@ from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
-from ttpu_jax.ops.matmul.trained import ring_of, trained_product, trained_products
+from ttpu_jax.ops.matmul.rings import Ring, StreamForm, ring_mlp
+from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
@@ -38,6 +39,8 @@ RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 """Axes of the residual stream [batch, seq, hidden]: its features are whole on every device."""
 STREAM_ROWS = 128
 """Least tokens of a row on each device for which the residual stream is cut."""
+RING_TILE = 32
+"""Divides the rows of each device on TPUs: two tiles of bfloat16, one for each direction around the ring."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Runtime:
     `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, the dtype of activations where no
     dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
     that devices share norms, rounding and additions, and gather rounded activations; the form in which experts are
-    computed (`ttpu_jax.ops.few_tokens`); and whether products are those of training (`ttpu_jax.ops.matmul.trained`).
+    computed (`ttpu_jax.ops.few_tokens`); where the residual stream is cut and products exchange its rows around a ring
+    (`ttpu_jax.ops.matmul.rings`); and whether products are those of training (`ttpu_jax.ops.matmul.trained`).
     Static."""
 
     placement: Placement
@@ -59,6 +63,7 @@ class Runtime:
     dtype: np.dtype[Any] = FLOAT32
     cuts_stream: bool = False
     experts: ExpertsForm = "auto"
+    stream: StreamForm = "whole"
     trains: bool = False
 
     @property
@@ -195,7 +200,7 @@ class Linear(nnx.Module):
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
         if self._trains:
-            ring = ring_of(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
+            ring = gradient_ring(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
             wide = (out_dtype or x.dtype) if bias is None else jnp.dtype(jnp.float32)
             return _biased(trained_product(x, dense(kernel), wide, ring), bias, out_dtype or x.dtype)
         on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
@@ -213,7 +218,7 @@ class Linear(nnx.Module):
             return tuple(product[(..., number, *rest)] for number in range(product.shape[x.ndim - 1]))
         kernel, bias = value_of(self.kernel), value_of(self.bias)
         of_kernel, of_rows = kernel_and_row_axes(x, self.kernel, self.runtime)
-        ring = None if of_kernel[0] else ring_of(self.runtime.placement.mesh, of_kernel[1:], of_rows)
+        ring = None if of_kernel[0] else gradient_ring(self.runtime.placement.mesh, of_kernel[1:], of_rows)
         wide = out_dtype if bias is None else jnp.dtype(jnp.float32)
         kernels = kernel.each() if isinstance(kernel, Master) else tuple(kernel)
         products = trained_products(x, kernels, wide, ring)
@@ -223,6 +228,16 @@ class Linear(nnx.Module):
     @property
     def _trains(self) -> bool:
         return self.runtime.trains and isinstance(value_of(self.kernel), jax.Array | Master) and self.update_a is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product is that of a dense kernel alone."""
+        return self.update_a is None and isinstance(value_of(self.kernel), jax.Array)
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array | None]:
+        """The kernel [*out, in], if it is dense, and the bias [*out] if there is one."""
+        return value_of(self.kernel), value_of(self.bias)
 
     def _update(self, x: jax.Array) -> jax.Array:
         """float32 [..., *out]: x [..., in] times b @ a."""
@@ -270,19 +285,36 @@ class MLP(nnx.Module):
     @part(Part.MLP)
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]: the same shape."""
-        wide = x.dtype if self.runtime.trains else jnp.dtype(jnp.float32)
-        if self.spec.gated:
-            (gate, up), multiplier = self.gate_up.each(x, wide), self.spec.gate_multiplier
-            gate = gate if multiplier == 1.0 else gate * multiplier
-            inner = gated_activation(sparsify(gate, self.spec.sparsity), up, self.spec.activation)
+        first = self.gate_up if self.spec.gated else self.up
+        ring = ring_of(x, self.runtime)
+        if ring is not None and self._each_feature_alone() and first.is_plain and self.down.is_plain:
+            return ring_mlp(x, first.arrays, self.down.arrays, self._activate, ring)
+        x = with_whole_rows(x, self.runtime)
+        if self.runtime.trains and self.spec.gated:
+            inner = self._gated(*self.gate_up.each(x, x.dtype)).astype(x.dtype)
         else:
-            raised = sparsify(self.up(x, wide), self.spec.sparsity)
-            inner = self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)
-        inner = inner.astype(x.dtype)
+            wide = x.dtype if self.runtime.trains else jnp.dtype(jnp.float32)
+            inner = self._activate(first(x, wide)).astype(x.dtype)
         if self.inner_norm is not None:
             inner = self.inner_norm(inner)
         inner = self.runtime.placement.constrain(inner, axes.BATCH, axes.SEQUENCE, axes.MLP)
         return self.down(inner)
+
+    def _activate(self, raised: jax.Array) -> jax.Array:
+        """From the first product [batch, rows, mlp], or of gate and up [batch, rows, 2, mlp]: [batch, rows, mlp]."""
+        if self.spec.gated:
+            return self._gated(raised[..., 0, :], raised[..., 1, :])
+        raised = sparsify(raised, self.spec.sparsity)
+        return self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        multiplier = self.spec.gate_multiplier
+        gate = gate if multiplier == 1.0 else gate * multiplier
+        return gated_activation(sparsify(gate, self.spec.sparsity), up, self.spec.activation)
+
+    def _each_feature_alone(self) -> bool:
+        """Whether an inner feature depends on nothing that another device has."""
+        return not self.spec.sparsity and self.inner_norm is None and self.xielu is None
 
 
 def product_devices(x: jax.Array, variable: nnx.Param, runtime: Runtime) -> Devices:
@@ -326,8 +358,43 @@ def stream_axes(x: jax.Array, runtime: Runtime) -> tuple[str, ...]:
     return found if enough and not set(found) & set(sharded) else ()
 
 
+def ring_of(x: jax.Array | jax.ShapeDtypeStruct, runtime: Runtime) -> Ring | None:
+    """The devices that cut the rows of the residual stream x [batch, seq, ...] and exchange them around a ring; None
+    where its rows are whole.
+
+    These are the devices along the mesh axis that shards heads and MLPs, if one does. On TPUs each gets rows enough for
+    products that take as long as sending them on.
+    """
+    placement = runtime.placement
+    if runtime.stream == "whole" or not isinstance(placement.mesh, Mesh) or x.ndim != 3:
+        return None
+    if runtime.stream == "auto" and placement.platform != "tpu":
+        return None
+    found = placement.axes_of(axes.MLP)
+    batch = placement.mesh_axes(axes.BATCH, x.shape[0])
+    if len(found) != 1 or placement.axes_of(axes.KV_HEADS) != found or found[0] in batch:
+        return None
+    if placement.axes_of(axes.SEQUENCE):
+        return None
+    size, seq = placement.mesh.shape[found[0]], x.shape[1]
+    rows_in_all = x.shape[0] // prod(placement.mesh.shape[axis] for axis in batch) * seq
+    whole_tiles = runtime.stream == "rings" or seq % (size * RING_TILE) == 0
+    enough = runtime.stream == "rings" or rows_in_all // size >= STREAM_ROWS
+    return Ring(placement.mesh, found[0], batch) if seq % (2 * size) == 0 and whole_tiles and enough else None
+
+
+def with_whole_rows(x: jax.Array, runtime: Runtime) -> jax.Array:
+    """x [batch, seq, ...], which the devices of a ring may have cut, with all rows on each of them."""
+    if ring_of(x, runtime) is None:
+        return x
+    return runtime.placement.constrain(x, *RESIDUAL)
+
+
 def constrain_stream(x: jax.Array, runtime: Runtime) -> jax.Array:
     """Constrain the sharding of the residual stream x [batch, seq, hidden]: the same shape."""
+    ring = ring_of(x, runtime)
+    if ring is not None:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(ring.mesh, ring.cut_rows))
     placement, cut = runtime.placement, stream_axes(x, runtime)
     if placement.mesh is None or not cut:
         return placement.constrain(x, *RESIDUAL)

@@ -14,7 +14,18 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.spec import MoESpec, axes
-from ttpu_jax.model.modules import MLP, RESIDUAL, Linear, Norm, Parameters, Runtime, value_of
+from ttpu_jax.model.modules import (
+    MLP,
+    RESIDUAL,
+    Linear,
+    Norm,
+    Parameters,
+    Runtime,
+    constrain_stream,
+    ring_of,
+    value_of,
+    with_whole_rows,
+)
 from ttpu_jax.ops.few_tokens import Router as RouterValues
 from ttpu_jax.ops.few_tokens import run_few, why_not_few
 from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
@@ -185,7 +196,7 @@ class Experts(nnx.Module):
         Returns:
             [batch, seq, hidden].
         """
-        kernels, mesh = self._kernels(), self.runtime.placement.mesh
+        kernels, mesh, ring = self._kernels(), self.runtime.placement.mesh, ring_of(x, self.runtime)
 
         def of_rows(
             x: jax.Array,
@@ -209,7 +220,8 @@ class Experts(nnx.Module):
             if kernels.down_bias is not None and inner:  # of the devices that share an expert, one adds its bias
                 at_start = jax.lax.axis_index(inner) == 0
                 kernels = kernels._replace(down_bias=jnp.where(at_start, kernels.down_bias, 0))
-            return of_rows(*tokens, kernels=kernels, first=first, inner=inner, whole=whole)[None]
+            out = of_rows(*tokens, kernels=kernels, first=first, inner=inner, whole=whole)
+            return (out if ring is None else out.astype(tokens[0].dtype))[None]  # as the sums of a ring travel
 
         tokens = PartitionSpec(batch or None, sequence or None, None)
         up_bias = (experts or None, *((None,) if self.spec.gated else ()), inner or None)
@@ -231,7 +243,7 @@ class Experts(nnx.Module):
             out_specs=PartitionSpec((*experts, *inner) or None, *tokens),
             check_vma=False,  # the kernels do not say over which axes their results vary
         )((x, *of_tokens), kernels, tuple(whole))
-        return self.runtime.placement.constrain(parts.sum(0), *RESIDUAL).astype(x.dtype)
+        return constrain_stream(parts.sum(0), self.runtime).astype(x.dtype)
 
     def _mesh_axes(self, x: jax.Array) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that shard experts, their inner dimension, the batch and the sequence."""
@@ -275,7 +287,8 @@ class MoE(nnx.Module):
 
         `routed_by` [batch, seq, hidden] is the input of the router where it is not x.
         """
-        routed_by = x if routed_by is None else routed_by
+        stream, x = x, self._gathered(x)
+        routed_by = x if routed_by is None or routed_by is stream else self._gathered(routed_by)
         if not self.router.keeps_loads and self.experts.why_not_few(x) is None:
             out = self.experts.of_few(x, self.router, routed_by)
         else:
@@ -285,8 +298,15 @@ class MoE(nnx.Module):
                 kept = jnp.where(chosen >= self.spec.num_experts, weights, 0).sum(-1, keepdims=True)
                 out = (out + x * kept).astype(x.dtype)
         if self.shared is not None:
-            shared = self.shared(x)
+            shared = self.shared(stream)
             if self.shared_gate is not None:
-                shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+                shared = jax.nn.sigmoid(self.shared_gate(stream)) * shared
             out = out + shared
         return out
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        """x [batch, seq, hidden], which the devices of a ring may have cut, with all rows on each of them."""
+        runtime = self.router.runtime
+        if ring_of(x, runtime) is None:
+            return x
+        return with_whole_rows(constrain_stream(x, runtime), runtime)  # the norm before it is of cut rows

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import MoESpec
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
@@ -36,37 +37,61 @@ def why_not_few(spec: MoESpec, kernels: ExpertKernels, tokens: int, platform: st
         kernels: of the experts.
         tokens: that a device multiplies by its experts.
         platform: of the devices, see `grouped_linear`.
-        form: the one that was asked for; "few" takes it for any number of tokens, and on a CPU interpreted.
+        form: the one that was asked for; "few" takes it for as many tokens as fit on the chip, and on a CPU
+            interpreted.
+
+    Raises:
+        UnsupportedError: "few" was asked for, and for no number of tokens it serves.
     """
     if form == "grouped":
         return "another form was asked for"
+    why = _unserved(spec, kernels, platform, form)
+    if form == "few" and why is not None:
+        raise UnsupportedError(f"experts='few' was asked for, but {why}: use 'auto' or 'grouped'.")
+    if why is None and form == "auto" and tokens > FEW:
+        why = f"{tokens} tokens are more than {FEW}"
+    if why is None and _vmem_bytes(spec, kernels, tokens) > VMEM_BYTES:
+        why = f"{tokens} tokens do not fit into VMEM beside blocks of kernels"
+    return why
+
+
+def _unserved(spec: MoESpec, kernels: ExpertKernels, platform: str, form: ExpertsForm) -> str | None:
+    """Why the form serves no number of tokens."""
     if platform == "gpu" or (platform == "cpu" and form == "auto"):
         return "it is a kernel for TPUs"
-    up, down = kernels.up, kernels.down
-    if not (isinstance(up, jax.Array) and isinstance(down, jax.Array)):
+    if not (isinstance(kernels.up, jax.Array) and isinstance(kernels.down, jax.Array)):
         return "it takes neither quantized kernels nor adapters"
     if spec.activation.name == "gelu":
         return "no kernel for TPUs computes the error function"
     if spec.identity_experts:
         return "it has no experts that return their input"
-    if form == "auto" and tokens > FEW:
-        return f"{tokens} tokens are more than {FEW}"
-    if _vmem_bytes(spec, down, tokens) > VMEM_BYTES:
-        return f"{tokens} tokens do not fit into VMEM beside blocks of kernels"
     return None
 
 
-def _vmem_bytes(spec: MoESpec, down: jax.Array, tokens: int) -> int:
+def _vmem_bytes(spec: MoESpec, kernels: ExpertKernels, tokens: int) -> int:
     """Of two blocks of kernels, tokens and results in flight, and of one block's results."""
-    itemsize, (hidden, inner) = down.dtype.itemsize, down.shape[-2:]
-    row_bytes = (3 if spec.gated else 2) * hidden * itemsize
-    return 2 * inner_block(inner, row_bytes) * row_bytes + tokens * hidden * (2 * itemsize + 3 * 4)
+    down = kernels.down
+    assert isinstance(down, jax.Array)
+    itemsize, hidden = down.dtype.itemsize, down.shape[-2]
+    block_bytes = inner_block(spec, down) * _row_bytes(spec, down)
+    return 2 * block_bytes + tokens * hidden * (2 * itemsize + 3 * 4)
 
 
-def inner_block(inner: int, row_bytes: int) -> int:
-    """Of an expert's inner features, of which each takes `row_bytes`, those of a block: all, or a multiple of 128 that
-    divides them and fits."""
-    limit = max(BLOCK_BYTES // row_bytes // LANES * LANES, LANES)
+def _row_bytes(spec: MoESpec, down: jax.Array) -> int:
+    """Of an expert's kernels, the bytes of one inner feature."""
+    return (3 if spec.gated else 2) * down.shape[-2] * down.dtype.itemsize
+
+
+def inner_block(spec: MoESpec, down: jax.Array) -> int:
+    """How many of an expert's inner features a block has: all, or a multiple of 128 that divides them, of at most
+    BLOCK_BYTES where one does.
+
+    Args:
+        spec: the mixture.
+        down: [experts, hidden, inner].
+    """
+    inner = down.shape[-1]
+    limit = max(BLOCK_BYTES // _row_bytes(spec, down) // LANES * LANES, LANES)
     if inner <= limit or inner % LANES:
         return inner
     return next(block for block in range(limit, 0, -LANES) if inner % block == 0)
@@ -101,7 +126,9 @@ def run_few(
     interpret, held = platform != "tpu", kernels.up.shape[0]
     routing = few_tokens_tpu.route(logits, spec, first, held, *router, interpret=interpret)
     kernels = jax.tree.map(lambda array: array.astype(x.dtype), kernels)
-    return few_tokens_tpu.run_visited(x, routing, kernels, spec, first, interpret=interpret)
+    assert isinstance(kernels.down, jax.Array)
+    block = inner_block(spec, kernels.down)
+    return few_tokens_tpu.run_visited(x, routing, kernels, spec, first, block, interpret=interpret)
 
 
 def _plain(

@@ -20,7 +20,6 @@ from ttpu_core.spec.arithmetic import expert_shares, product_flops
 from ttpu_jax.ops.activation import activate, gated_activation
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.few_tokens import inner_block
 from ttpu_jax.ops.grouped_tpu import stored_transposed
 from ttpu_jax.ops.moe import ExpertKernels, weigh_experts
 
@@ -123,6 +122,7 @@ def run_visited(
     kernels: ExpertKernels,
     spec: MoESpec,
     first: jax.Array | int,
+    block: int,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -134,6 +134,7 @@ def run_visited(
         kernels: arrays of the experts from index `first` on, in x's dtype.
         spec: the mixture.
         first: scalar, the index of the first expert in `kernels`.
+        block: inner features of one step of the grid; divides those of an expert.
         interpret: run the kernel in the interpreter.
 
     Returns:
@@ -153,7 +154,6 @@ def run_visited(
     itemsize = up.dtype.itemsize
     x = jnp.pad(x, ((0, -tokens % (32 // itemsize)), (0, 0)))
     weights = jnp.pad(routing.weights, ((0, len(x) - tokens), (0, 0)))
-    block = inner_block(inner, (halves + 1) * hidden * itemsize)
     rows = len(x)
 
     def of_expert(visit: Any, n: Any, visits: Any, first: Any) -> Any:

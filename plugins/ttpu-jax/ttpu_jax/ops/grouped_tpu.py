@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ttpu_core.spec import ActivationSpec
 from ttpu_core.spec.arithmetic import product_flops
+from ttpu_jax.ops.activation import gated_activation
 
 SUBLANES, LANES = 8, 128
 _BLOCK_BYTES = 2 << 20
@@ -65,6 +67,68 @@ def product(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, contract: int
     )
 
 
+def gated_product(
+    x: jax.Array,
+    kernels: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    activation: ActivationSpec,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Each row's activated gate, times its other product, times its weight, in x's dtype; rounded once, at the end.
+    Rows after the last group are uninitialised.
+
+    Args:
+        x: [rows, in].
+        kernels: [groups, 2, out, in], the gate first.
+        weight: [rows].
+        sizes: [groups], the number of rows of each group.
+        activation: of the gate.
+        interpret: run the kernel in the interpreter.
+
+    Returns:
+        [rows, out].
+    """
+    (_, halves, outer, inner), rows = kernels.shape, len(x)
+    block_in = block_of(inner, 2048, whole=True)
+    block_out = block_of(outer, _BLOCK_BYTES // (halves * block_in * kernels.dtype.itemsize))
+
+    def add(x: jax.Array, kernel: Any, _: jax.Array, total: Any) -> None:
+        for half in range(halves):
+            total[half] += jax.lax.dot_general(
+                x[...], kernel[half], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+
+    def finish(total: Any, _: Any, weight: Any) -> jax.Array:
+        return gated_activation(total[0], total[1], activation) * _column(weight[...])
+
+    of_kernels = pl.BlockSpec(
+        (None, halves, block_out, block_in), lambda n, visit, k, group, *_: (group[visit], 0, n, k)
+    )
+    return visit_groups(
+        add,
+        x,
+        sizes,
+        [(kernels, of_kernels)],
+        jax.ShapeDtypeStruct((rows, outer), x.dtype),
+        (block_in, block_out),
+        kernel_bytes=kernels.nbytes,
+        name="grouped_gate",
+        interpret=interpret,
+        weight=weight,
+        halves=halves,
+        finish=finish,
+    )
+
+
+def _column(row: jax.Array) -> jax.Array:
+    """[1, size] → [size, 1]."""
+    size = row.shape[1]
+    place, other = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    return jnp.where(place == other, row, 0.0).sum(1, keepdims=True)
+
+
 def visit_groups(
     add: Callable[..., None],
     x: jax.Array,
@@ -76,6 +140,9 @@ def visit_groups(
     kernel_bytes: int,
     name: str,
     interpret: bool,
+    weight: jax.Array | None = None,
+    halves: int = 1,
+    finish: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Run a kernel for each block of rows with each group that has rows in it, block by block of outputs and of inputs.
 
@@ -90,6 +157,9 @@ def visit_groups(
         kernel_bytes: that are read if every group has rows.
         name: of the kernel.
         interpret: run the kernel in the interpreter.
+        weight: [rows], of which a block, float32 [1, rows of a block], is the last operand; None adds none.
+        halves: if above 1, the sums are so many [halves, rows, outputs].
+        finish: called with the sums and a block of each operand, for what is written of them; None writes the sums.
 
     Returns:
         As `out`. Rows after the last group are uninitialised.
@@ -98,8 +168,13 @@ def visit_groups(
     padded, block_rows = pad_rows(x, len(sizes))
     group, tile, starts, ends, count = visits_of(sizes, len(padded), block_rows)
     steps = inner // block_in
+    operands, block = list(operands), (block_rows, block_out)
+    if weight is not None:
+        by_block = jnp.pad(weight.astype(jnp.float32), (0, len(padded) - rows)).reshape(-1, 1, block_rows)
+        of_weight = pl.BlockSpec((None, 1, block_rows), lambda n, visit, k, group, tile, *_: (tile[visit], 0, 0))
+        operands.append((by_block, of_weight))
     call = pl.pallas_call(
-        partial(_visit, add=add, block_rows=block_rows, steps=steps),
+        partial(_visit, add=add, finish=finish, block_rows=block_rows, steps=steps),
         out_shape=jax.ShapeDtypeStruct((len(padded), outer), out.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -108,14 +183,14 @@ def visit_groups(
                 pl.BlockSpec((block_rows, block_in), lambda n, visit, k, group, tile, *_: (tile[visit], k)),
                 *(block for _, block in operands),
             ],
-            out_specs=pl.BlockSpec((block_rows, block_out), lambda n, visit, k, group, tile, *_: (tile[visit], n)),
-            scratch_shapes=[pltpu.VMEM((block_rows, block_out), jnp.float32)],
+            out_specs=pl.BlockSpec(block, lambda n, visit, k, group, tile, *_: (tile[visit], n)),
+            scratch_shapes=[pltpu.VMEM(block if halves == 1 else (halves, *block), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=int(product_flops(inner * outer, rows)),
+            flops=int(product_flops(halves * inner * outer, rows)),
             bytes_accessed=x.nbytes + rows * outer * x.dtype.itemsize + kernel_bytes,
-            transcendentals=0,
+            transcendentals=rows * outer if finish else 0,
         ),
         interpret=interpret,
         name=name,
@@ -155,6 +230,7 @@ def _visit(
     ends: jax.Array,
     *blocks: Any,
     add: Callable[..., None],
+    finish: Callable[..., jax.Array] | None,
     block_rows: int,
     steps: int,
 ) -> None:
@@ -171,9 +247,10 @@ def _visit(
     @pl.when(step == steps - 1)
     def _() -> None:
         group = group_of[visit]
-        row = tile_of[visit] * block_rows + jax.lax.broadcasted_iota(jnp.int32, total.shape, 0)
+        row = tile_of[visit] * block_rows + jax.lax.broadcasted_iota(jnp.int32, out.shape, 0)
         mine = (row >= starts[group]) & (row < ends[group])
-        out[...] = jnp.where(mine, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
+        found = total[...] if finish is None else finish(total, *operands[1:])
+        out[...] = jnp.where(mine, found, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
 def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from typing import NamedTuple
@@ -198,20 +199,19 @@ def run_experts(
     rows = _dispatch(x, sorting, count)
     if spec.router.weight_on == "input":
         rows = rows * weight
-    inner = _linear(rows, kernels.up, kernels.up_bias, expert, sizes, platform)
-    if spec.gated:
-        gate, up = (half.astype(jnp.float32) for half in jnp.split(inner, 2, axis=-1))
-        inner = gated_activation(gate, up, spec.activation)
-    else:
-        inner = activate(inner.astype(jnp.float32), spec.activation)
     down_bias = None if kernels.down_bias is None else _of_expert(kernels.down_bias.astype(x.dtype), expert)
     down, on_output = kernels.down, spec.router.weight_on == "output"
     static_step = isinstance(down, QuantizedKernel) and down.input_scale is not None
-    if on_output and not static_step:
-        # Equal to weighting the output, but for fewer features and before the rounding to x's dtype. A static scale
-        # belongs to features without weight.
-        inner = inner * weight
-        down_bias = None if down_bias is None else down_bias * weight
+    # Equal to weighting the output, but for fewer features and before the rounding to x's dtype. A static scale belongs
+    # to features without weight.
+    inner_weight = weight if on_output and not static_step else None
+    if inner_weight is not None and _fits_one_kernel(kernels, spec, platform):
+        inner = _gated(rows, kernels.up, inner_weight[:, 0], sizes, spec, platform)
+    else:
+        product = _linear(rows, kernels.up, kernels.up_bias, expert, sizes, platform)
+        inner = _activated(product, inner_weight, spec)
+    if down_bias is not None and inner_weight is not None:
+        down_bias = down_bias * weight
     inner = inner.astype(x.dtype)
     if inner_axes and isinstance(down, QuantizedKernel) and down.input_order is not None:
         # The features that meet this shard's columns may have been computed by another.
@@ -221,6 +221,52 @@ def run_experts(
     out = _linear(inner, down, None, expert, sizes, platform)
     out = out if down_bias is None else out + down_bias
     return _combine(out * weight if on_output and static_step else out, sorting, count)
+
+
+def _activated(product: jax.Array, weight: jax.Array | None, spec: MoESpec) -> jax.Array:
+    """The inner features, float32 [rows, inner], of products [rows, inner], or [rows, 2 * inner] with the gate first,
+    times weight [rows, 1]."""
+    if spec.gated:
+        gate, up = (half.astype(jnp.float32) for half in jnp.split(product, 2, axis=-1))
+        inner = gated_activation(gate, up, spec.activation)
+    else:
+        inner = activate(product.astype(jnp.float32), spec.activation)
+    return inner if weight is None else inner * weight
+
+
+def _fits_one_kernel(kernels: ExpertKernels, spec: MoESpec, platform: str) -> bool:
+    """Whether `_gated` computes these experts' inner features."""
+    plain = isinstance(kernels.up, jax.Array) and kernels.up_bias is None
+    # No kernel for TPUs computes the error function.
+    return platform.startswith("tpu") and spec.gated and plain and spec.activation.name != "gelu"
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _gated(
+    x: jax.Array, kernels: jax.Array, weight: jax.Array, sizes: jax.Array, spec: MoESpec, platform: str
+) -> jax.Array:
+    """`_activated` products of x [rows, in] and kernels [experts, 2, inner, in] times weight [rows], in x's dtype."""
+    from ttpu_jax.ops import grouped_tpu  # Pallas takes 0.4 s to import
+
+    kernels = kernels.astype(x.dtype)
+    return grouped_tpu.gated_product(x, kernels, weight, sizes, spec.activation, interpret=platform != "tpu")
+
+
+def _gated_with_residuals(
+    x: jax.Array, kernels: jax.Array, weight: jax.Array, sizes: jax.Array, spec: MoESpec, platform: str
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """For a gradient the products are kept, so that it does not compute them again."""
+    return jax.vjp(
+        lambda x, kernels, weight: _activated(
+            grouped_linear(x, kernels, sizes, platform), weight[:, None], spec
+        ).astype(x.dtype),
+        x,
+        kernels,
+        weight,
+    )
+
+
+_gated.defvjp(_gated_with_residuals, lambda spec, platform, back, gradient: (*back(gradient), None))
 
 
 def _where(kept: jax.Array | None, x: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from ttpu_jax.model.paged import GroupSpec, group_page_bytes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.matmul.devices import UsePallas
+from ttpu_jax.ops.matmul.rings import StreamForm
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
@@ -251,6 +252,7 @@ def abstract_runner(
     strategy: Strategy = DEFAULT_STRATEGY,
     attn_implementation: str = "auto",
     use_pallas: UsePallas = "auto",
+    residual_stream: StreamForm = "auto",
 ) -> EnginePrograms:
     """Make a runner for the devices of a slice, whose weights are only shapes.
 
@@ -263,6 +265,7 @@ def abstract_runner(
         strategy: the mesh axes that shard each logical axis.
         attn_implementation: as for loading.
         use_pallas: of the products with quantized kernels.
+        residual_stream: as for loading.
 
     Raises:
         UnsupportedError: the engine cannot serve the model or the mesh, or the settings ask for adapters or a draft
@@ -282,7 +285,9 @@ def abstract_runner(
     sequence_axes = placement.axes_of(axes.SEQUENCE)
     attention = attention_choice(spec, attn_implementation, placement.platform, None, sequence_axes)
     ropes = different_ropes(spec.layers)
-    runtime = Runtime(placement, attention.name, ropes, attention.options, use_pallas=use_pallas, dtype=kind)
+    runtime = Runtime(
+        placement, attention.name, ropes, attention.options, use_pallas=use_pallas, dtype=kind, stream=residual_stream
+    )
     settings = filled(config, spec, placement.platform)
     params = abstract_parameters(spec.parameters, placement, kind)
     runner = runner_for(spec, runtime, params, settings, kind)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.model.decoder import Caches
+from ttpu_jax.model.modules import ring_of
 from ttpu_jax.model.paged import PagedLayout
 from ttpu_jax.ops.kernels import LowRankKernel
 from ttpu_jax.ops.sampling import Sampled
@@ -89,7 +91,8 @@ class EnginePrograms:
     def _step_program(self, shape: StepShape) -> Program:
         caches, state = self._empty_caches(abstract=True), self.sampler.empty_state(abstract=True)
         logits = self.sampler.logits(shape.rows)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, caches), logits.sharding, self._whole
+        hidden = self._hidden(shape.tokens)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, caches), logits.sharding, hidden.sharding
         vector = self._abstract((self._batch_layout(shape).size,), jnp.int32)
         function = named(partial(self._step, layout=self._batch_layout(shape)), "engine_step")
         arguments = (self._abstract_params(), caches, state.last_tokens, vector)
@@ -107,11 +110,19 @@ class EnginePrograms:
             logits = partial(self.model.logits, params)
             return prompt_logprobs(lambda rows: logits(rows[None])[0], hidden, targets, self.sampler.max_logprobs)
 
-        hidden = self._abstract((tokens, self.spec.embedding.features), self.state_dtype)
-        arguments = (self._abstract_params(), hidden, self._abstract((tokens,), jnp.int32))
+        arguments = (self._abstract_params(), self._hidden(tokens), self._abstract((tokens,), jnp.int32))
         return Program(("prompt_logprobs", tokens), named(run, "prompt_logprobs"), arguments, (), self._whole)
 
     # -- shapes --
+
+    def _hidden(self, tokens: int) -> Any:
+        """The residual stream of a step, [tokens, features], whose rows the devices of a ring keep cut."""
+        hidden = self._abstract((tokens, self.spec.embedding.features), self.state_dtype)
+        ring = ring_of(jax.ShapeDtypeStruct((1, *hidden.shape), hidden.dtype), self.runtime)
+        if ring is None:
+            return hidden
+        cut = NamedSharding(ring.mesh, PartitionSpec(ring.axis, None))
+        return jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=cut)
 
     def _batch_layout(self, shape: StepShape) -> BatchLayout:
         if shape not in self._layouts:

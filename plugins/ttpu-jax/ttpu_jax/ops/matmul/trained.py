@@ -18,7 +18,7 @@ LANES = 128
 
 
 @dataclass(frozen=True)
-class Ring:
+class GradientRing:
     """The devices that sum the gradient of a kernel [*out, in], each for its own part of one dimension. Static.
 
     Attributes:
@@ -36,7 +36,7 @@ class Ring:
     rows: tuple[Axes, ...]
 
 
-def ring_of(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...]) -> Ring | None:
+def gradient_ring(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...]) -> GradientRing | None:
     """The ring of a kernel, or None where the compiler is to sum its gradient.
 
     Args:
@@ -51,10 +51,10 @@ def ring_of(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...])
     ((place, axis),) = shared
     if place not in (0, len(kernel) - 1) or kernel[place] != (axis,):
         return None
-    return Ring(mesh, axis, place, kernel, rows)
+    return GradientRing(mesh, axis, place, kernel, rows)
 
 
-def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: Ring | None) -> jax.Array:
+def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: GradientRing | None) -> jax.Array:
     """x [..., in] times kernel [*out, in]: [..., *out] in `dtype`.
 
     Args:
@@ -69,7 +69,7 @@ def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: Ring | No
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def trained_products(
-    x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any, ring: Ring | None
+    x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any, ring: GradientRing | None
 ) -> tuple[jax.Array, ...]:
     """x [..., in] times each of some kernels of one shape [*out, in]: [..., *out] each, in `dtype`.
 
@@ -87,13 +87,13 @@ def _of_each(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any) -> tuple[
     return tuple(jax.lax.dot_general(x, each, dimensions, preferred_element_type=dtype) for each in kernels)
 
 
-def _forward(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any, ring: Ring | None) -> tuple[Any, Any]:
+def _forward(x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any, ring: GradientRing | None) -> tuple[Any, Any]:
     # Not by `trained_products` itself, within which `jax.checkpoint` would see no products to keep.
     return _of_each(x, kernels, dtype), (x, kernels)
 
 
 def _backward(
-    dtype: Any, ring: Ring | None, kept: Any, gradients: tuple[jax.Array, ...]
+    dtype: Any, ring: GradientRing | None, kept: Any, gradients: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, kernels = kept
     gradients = tuple(gradient.astype(x.dtype) for gradient in gradients)
@@ -117,7 +117,7 @@ def _backward(
 trained_products.defvjp(_forward, _backward)
 
 
-def _summed_in_ring(gradients: tuple[jax.Array, ...], x: jax.Array, ring: Ring) -> tuple[jax.Array, ...]:
+def _summed_in_ring(gradients: tuple[jax.Array, ...], x: jax.Array, ring: GradientRing) -> tuple[jax.Array, ...]:
     """The gradient of each kernel [*out, in], each device its own part.
 
     Args:
@@ -155,7 +155,7 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: Ring, product: Any) -> list[jax.Array]:
+def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, product: Any) -> list[jax.Array]:
     """For each pair, the products of this device's block of the first [rows, blocks * width] with the second [rows,
     features], summed over the ring. One pair goes one way around and the next the other; of a single pair, half of the
     features each."""

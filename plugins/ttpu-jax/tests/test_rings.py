@@ -1,0 +1,266 @@
+"""Products around a ring of devices equal those of whole rows, in each layer that rings serve and in whole models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from ttpu_core.quantization import QuantizationConfig, quantize_spec
+from ttpu_core.spec import (
+    ActivationSpec,
+    ArchitectureSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    OutputGate,
+    RouterSpec,
+)
+from ttpu_core.spec.rope import RopeSpec
+from ttpu_core.spec.short_convolution import short_convolution
+from ttpu_jax.model.causal_model import DecoderModel, causal_model
+from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
+from ttpu_jax.ops.matmul.rings import Ring, StreamForm, gathered_product, ring_mlp, scattered_product
+from ttpu_jax.params.padding import pad_for
+from ttpu_jax.params.placement import local_placement
+
+SIZES = (2, 3, 4, 5, 8)
+ROWS, HIDDEN, INNER = 6, 5, 3  # of each device: rows, and inner features; all of them have all features
+VOCAB, SEQ = 67, 16
+ROPE, NORM = RopeSpec(rotary_dim=8), NormSpec()
+OFFSET = NormSpec(offset=1.0)
+
+
+def ring(size: int, data: int = 1) -> Ring:
+    devices = np.array(jax.devices()[: data * size]).reshape(data, size)
+    return Ring(Mesh(devices, ("data", "tensor")), "tensor", ("data",) if data > 1 else ())
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("size", SIZES)
+class TestProducts:
+    def test_rows_are_gathered(self, size: int) -> None:
+        x, kernel, bias = draw(2, size * ROWS, HIDDEN), draw(2 * size, 3, HIDDEN), draw(2 * size, 3)
+        found = jax.jit(partial(gathered_product, ring=ring(size)))(x, kernel, bias)
+        assert_close(found, jnp.einsum("bsi,koi->bsko", x, kernel) + bias)
+        assert found.sharding.spec[2] == "tensor" and found.sharding.spec[1] is None
+
+    def test_sums_are_scattered(self, size: int) -> None:
+        x, kernel, bias = draw(2, size * ROWS, size * INNER), draw(HIDDEN, size * INNER), draw(HIDDEN)
+        found = jax.jit(partial(scattered_product, ring=ring(size)))(x, kernel, bias)
+        assert_close(found, jnp.einsum("bsi,oi->bso", x, kernel) + bias)
+        assert found.sharding.spec[1] == "tensor"
+
+    def test_an_mlp_gathers_and_scatters(self, size: int) -> None:
+        x = draw(2, size * ROWS, HIDDEN)
+        up, down = (draw(2, size * INNER, HIDDEN), draw(2, size * INNER)), (draw(HIDDEN, size * INNER), draw(HIDDEN))
+
+        def activate(pair: jax.Array) -> jax.Array:
+            return jax.nn.silu(pair[..., 0, :]) * pair[..., 1, :]
+
+        found = jax.jit(lambda *arrays: ring_mlp(*arrays, activate, ring(size)))(x, up, down)
+        inner = activate(jnp.einsum("bsi,poi->bspo", x, up[0]) + up[1])
+        assert_close(found, jnp.einsum("bsi,oi->bso", inner, down[0]) + down[1])
+        assert found.sharding.spec[1] == "tensor"
+
+
+def test_rows_of_the_batch_that_devices_share_have_rings_of_their_own() -> None:
+    x, kernel, both = draw(4, 4 * ROWS, HIDDEN), draw(4, 1, HIDDEN), ring(4, data=2)
+    found = jax.jit(lambda x, kernel: gathered_product(x, kernel, None, both))(x, kernel)
+    assert_close(found, jnp.einsum("bsi,koi->bsko", x, kernel))
+    back = jax.jit(lambda x, kernel: scattered_product(x, kernel, None, both))(found[..., 0], kernel[:, 0].T)
+    assert_close(back, jnp.einsum("bsk,ki->bsi", found[..., 0], kernel[:, 0]))
+    assert tuple(back.sharding.spec)[:2] == ("data", "tensor")
+
+
+def test_sums_travel_in_the_dtype_of_the_activations() -> None:
+    x, kernel = draw(1, 4 * ROWS, 4 * INNER).astype(jnp.bfloat16), draw(HIDDEN, 4 * INNER).astype(jnp.bfloat16)
+    text = str(jax.make_jaxpr(lambda x, kernel: scattered_product(x, kernel, None, ring(4)))(x, kernel))
+    sent = [line for line in text.splitlines() if "ppermute[" in line]
+    assert sent and all(":bf16[" in line for line in sent)
+
+
+EXPERTS = MoESpec(4, 2, 16, router=RouterSpec())
+GQA = AttentionSpec(14, 2, 8, rope=ROPE, qkv_bias=True, output_bias=True, sinks=True)
+LAYERS = {
+    "fewer KV heads than devices, with biases": LayerSpec(GQA, MLPSpec(21, bias=True), NORM),
+    "norms behind the sub-layers too, and soft caps": LayerSpec(
+        AttentionSpec(8, 4, 8, rope=ROPE, logit_softcap=30.0, window=5),
+        MLPSpec(24, ActivationSpec("gelu_tanh")),
+        OFFSET,
+        BlockSpec("sandwich"),
+    ),
+    "norms of heads and an MLP without a gate": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE, q_norm=NORM, k_norm=NORM, qk_norm_scope="full"),
+        MLPSpec(16, ActivationSpec("gelu"), gated=False, bias=True),
+        NORM,
+    ),
+    "values of another size and gates of features": LayerSpec(
+        AttentionSpec(6, 2, 8, v_head_dim=6, rope=ROPE, qkv_bias=True, output_gate=OutputGate(bias=True)),
+        MLPSpec(9),
+        NORM,
+    ),
+    "inner features that depend on each other": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE), MLPSpec(16, sparsity=0.5), NORM
+    ),
+    "a norm of inner features": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE), MLPSpec(16, inner_norm=NORM), NORM
+    ),
+    "a learned activation": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE), MLPSpec(16, ActivationSpec("xielu"), gated=False), NORM
+    ),
+    "experts": LayerSpec(AttentionSpec(8, 8, 8, rope=ROPE), EXPERTS, NORM),
+    "experts beside a shared one and a dense MLP": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE),
+        replace(EXPERTS, shared=MLPSpec(8), shared_gate=True, dense=MLPSpec(16), expert_bias=True),
+        NORM,
+        BlockSpec("sandwich"),
+    ),
+    "no MLP": LayerSpec(AttentionSpec(8, 8, 8, rope=ROPE), None, NORM),
+    "sub-layers side by side": LayerSpec(
+        AttentionSpec(8, 8, 8, rope=ROPE),
+        MLPSpec(16),
+        NORM,
+        BlockSpec("parallel"),
+    ),
+}
+
+
+def architecture(*layers: LayerSpec) -> ArchitectureSpec:
+    return ArchitectureSpec("tiny", EmbeddingSpec(VOCAB, 12), layers, NORM, HeadSpec(softcap=20.0), 64)
+
+
+class Model:
+    """A decoder over random parameters, which are the same on every mesh."""
+
+    def __init__(self, spec: ArchitectureSpec, mesh: str | None, stream: StreamForm = "rings") -> None:
+        placement = local_placement(mesh)
+        self.spec, paddings = pad_for(spec, placement)
+        self.model: DecoderModel = causal_model(
+            self.spec, Runtime(placement, ropes=different_ropes(spec.layers), stream=stream)
+        )
+        random = np.random.default_rng(3)
+        self.params = {}
+        for path, parameter in spec.parameters.items():
+            value = random.standard_normal(parameter.shape).astype(np.float32) * 0.3
+            value = 1 + 0.1 * value if parameter.init == "ones" else value
+            value = paddings[path].pad(value) if path in paddings else value
+            self.params[path] = jax.device_put(value, placement.parameter(path, self.spec.parameters[path]))
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        run = jax.jit(lambda params, tokens: self.model.forward(params, tokens, positions)[0])
+        return np.asarray(run(self.params, tokens))[..., :VOCAB]
+
+    def prefill(self, tokens: np.ndarray) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        """The last token's logits, the cache, and the logits of a decode step with it."""
+        cache = self.model.empty_cache(len(tokens), tokens.shape[1] + 1, np.dtype(np.float32))
+        last, cache = jax.jit(partial(self.model.forward, last_only=True, fresh=True))(
+            self.params, tokens, cache=cache
+        )
+        held = [np.asarray(leaf) for leaf in jax.tree.leaves(cache.layers)]  # type: ignore[union-attr]
+        following = jax.jit(self.model.forward)(self.params, tokens[:, -1:], cache=cache)[0]
+        return np.asarray(last)[..., :VOCAB], held, np.asarray(following)[..., :VOCAB]
+
+    def text(self, tokens: np.ndarray) -> str:
+        """The traced program."""
+        return str(jax.make_jaxpr(self.model.forward)(self.params, tokens, tokens))
+
+
+def tokens(batch: int = 2, seq: int = SEQ) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (batch, seq)).astype(np.int32)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=8", "data=2,fsdp=2,tensor=2"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_logits_are_those_of_one_device(name: str, mesh: str) -> None:
+    spec = architecture(LAYERS[name], LAYERS[name])
+    batch = tokens(4)
+    found = Model(spec, mesh)
+    assert_close(found.logits(batch), Model(spec, None).logits(batch), 2e-5)
+    assert "ppermute" in found.text(batch)
+
+
+def test_experts_and_rows_are_cut_by_different_axes() -> None:
+    spec = architecture(*(LAYERS["experts beside a shared one and a dense MLP"],) * 2)
+    batch = tokens(2)
+    assert_close(Model(spec, "expert=2,tensor=4").logits(batch), Model(spec, None).logits(batch), 2e-5)
+
+
+def test_a_prompt_fills_the_cache_as_on_one_device() -> None:
+    spec = architecture(*(LAYERS["norms behind the sub-layers too, and soft caps"],) * 3)
+    of_rings, of_whole = Model(spec, "tensor=4"), Model(spec, "tensor=4", "whole")
+    last, held, following = of_rings.prefill(tokens())
+    expected_last, expected_held, expected_following = of_whole.prefill(tokens())
+    assert_close(last, expected_last, 2e-5)
+    assert_close(following, expected_following, 2e-5)
+    for one, other in zip(held, expected_held, strict=True):
+        assert_close(one, other, 2e-5)
+
+
+@pytest.mark.parametrize("seq", [1, 9, 20])
+def test_tokens_that_the_devices_do_not_divide_are_whole(seq: int) -> None:
+    spec = architecture(LAYERS["no MLP"])
+    found = Model(spec, "tensor=8")
+    assert "ppermute" not in found.text(tokens(seq=seq))
+    assert_close(found.logits(tokens(seq=seq)), Model(spec, None).logits(tokens(seq=seq)), 2e-5)
+
+
+def test_models_with_other_layers_or_quantized_kernels_are_whole() -> None:
+    runtime = Runtime(local_placement("tensor=2"), stream="rings")
+    dense = architecture(LAYERS["sub-layers side by side"], LAYERS["experts"])
+    assert causal_model(dense, runtime).runtime.stream == "rings"
+    quantized = quantize_spec(dense, QuantizationConfig.parse("w8a16"))
+    assert causal_model(quantized, runtime).runtime.stream == "whole"
+    other = replace(LAYERS["experts"], mixer=short_convolution(hidden_size=12, kernel=3))
+    assert causal_model(architecture(LAYERS["no MLP"], other), runtime).runtime.stream == "whole"
+
+
+def test_rings_are_for_tpus_unless_they_are_asked_for() -> None:
+    x, placement = jnp.zeros((1, 2048, 4)), local_placement("tensor=8")
+    assert ring_of(x, Runtime(placement, stream="rings")) == Ring(placement.mesh, "tensor")  # type: ignore[arg-type]
+    assert ring_of(x, Runtime(placement, stream="auto")) is None
+    assert ring_of(x, Runtime(placement)) is None, "training"
+    assert ring_of(x, Runtime(local_placement(None), stream="rings")) is None
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=8", "sequence=2,tensor=4"])
+def test_other_meshes_have_no_ring(mesh: str) -> None:
+    assert ring_of(jnp.zeros((8, 2048, 4)), Runtime(local_placement(mesh), stream="rings")) is None
+
+
+class TestOnTPUs:
+    @pytest.fixture(autouse=True)
+    def on_tpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ttpu_jax.params.placement.Placement.platform", "tpu")
+
+    @pytest.mark.parametrize(
+        ("batch", "seq", "cut"), [(1, 2048, True), (1, 1024, True), (1, 1023, False), (1, 512, False), (4, 512, True)]
+    )
+    def test_each_device_gets_tokens_enough_and_whole_tiles(self, batch: int, seq: int, cut: bool) -> None:
+        runtime = Runtime(local_placement("tensor=8"), stream="auto")
+        assert (ring_of(jnp.zeros((batch, seq, 4)), runtime) is not None) == cut
+
+    def test_rows_of_the_batch_on_other_devices_do_not_count(self) -> None:
+        runtime = Runtime(local_placement("data=2,tensor=4"), stream="auto")
+        assert ring_of(jnp.zeros((2, 512, 4)), runtime) is not None
+        assert ring_of(jnp.zeros((2, 256, 4)), runtime) is None

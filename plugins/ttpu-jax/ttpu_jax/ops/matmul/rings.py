@@ -1,0 +1,228 @@
+"""Products of activations whose rows are cut over the devices of a ring, which exchange them while they multiply.
+
+A kernel whose outputs are shared among the devices needs all rows: `gathered_product` multiplies those that are there
+while the next ones arrive. A kernel whose inputs are shared leaves each device sums for all rows, of which it keeps
+those of its own: `scattered_product` sends sums on while it computes the next. `ring_mlp` is one after the other, block
+by block. Rows and sums go round in both directions at once, so that a device sends and receives over the links to both
+of its neighbours. Sums travel in the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+StreamForm = Literal["whole", "auto", "rings"]
+"""Where the sequence of the residual stream is cut over the devices that share MLPs and heads: nowhere ("whole"), in
+programs for TPUs of enough tokens ("auto"), or wherever the devices divide the tokens ("rings")."""
+Multiply = Callable[[jax.Array], jax.Array]
+"""A product with one device's share of a kernel: rows [batch, rows, in] to [batch, rows, out]."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Devices along a mesh axis, each of which has neighbours before and behind it. Hashable: static while a program is
+    traced.
+
+    mesh: all devices.
+    axis: the mesh axis that cuts rows.
+    batch: the mesh axes that shard the batch.
+    """
+
+    mesh: Mesh
+    axis: str
+    batch: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of devices in the ring."""
+        return int(self.mesh.shape[self.axis])
+
+    @property
+    def cut_rows(self) -> PartitionSpec:
+        """The sharding of activations [batch, seq, features] of which each device has its own rows."""
+        return PartitionSpec(self.batch or None, self.axis, None)
+
+    def kernel(self, rank: int, dimension: int) -> PartitionSpec:
+        """The sharding of a kernel or bias of `rank` dimensions of which the devices share one dimension."""
+        return PartitionSpec(*(self.axis if each == dimension else None for each in range(rank)))
+
+    def run(
+        self, local: Callable[..., jax.Array], arrays: tuple[Any, ...], specs: tuple[Any, ...], out: PartitionSpec
+    ) -> jax.Array:
+        """Run a function on every device's shards of arrays, some of which may be None."""
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        result: jax.Array = mapped(*arrays)
+        return result
+
+
+def gathered_product(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, ring: Ring, *, shared: int = 0
+) -> jax.Array:
+    """x [batch, seq, in], whose rows are cut, times kernel [*out, in], plus bias [*out]: [batch, seq, *out] in x's
+    dtype, with whole rows.
+
+    Args:
+        x: [batch, seq, in]; the ring divides seq.
+        kernel: [*out, in].
+        bias: [*out], or None.
+        ring: the devices.
+        shared: the dimension of the kernel that the devices share.
+    """
+
+    def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        flat = _gathered(x, partial(_product, kernel=kernel, bias=bias, dtype=x.dtype), ring)
+        return flat.reshape(*flat.shape[:2], *kernel.shape[:-1])
+
+    ranks = len(kernel.shape)
+    specs = (ring.cut_rows, ring.kernel(ranks, shared), ring.kernel(ranks - 1, shared))
+    out = PartitionSpec(ring.batch or None, None, *ring.kernel(ranks - 1, shared))
+    return ring.run(local, (x, kernel, bias), specs, out)
+
+
+def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, ring: Ring) -> jax.Array:
+    """x [batch, seq, in], whose features are shared, times kernel [out, in], plus bias [out]: [batch, seq, out] in x's
+    dtype, whose rows are cut.
+
+    Args:
+        x: [batch, seq, in]; the ring divides seq.
+        kernel: [out, in], whose inputs the devices share.
+        bias: [out], or None.
+        ring: the devices.
+    """
+
+    def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        return _scattered(x, partial(_product, kernel=kernel), bias, ring)
+
+    features = PartitionSpec(ring.batch or None, None, ring.axis)
+    return ring.run(local, (x, kernel, bias), (features, ring.kernel(2, 1), PartitionSpec()), ring.cut_rows)
+
+
+def ring_mlp(
+    x: jax.Array,
+    up: tuple[jax.Array, jax.Array | None],
+    down: tuple[jax.Array, jax.Array | None],
+    activate: Callable[[jax.Array], jax.Array],
+    ring: Ring,
+) -> jax.Array:
+    """An MLP on x [batch, seq, hidden], whose rows are cut: the same shape.
+
+    Args:
+        x: [batch, seq, hidden]; the ring divides seq.
+        up: the first kernel [*out, hidden], whose last outputs the devices share, and its bias.
+        down: the second kernel [hidden, mlp], whose inputs they share, and its bias.
+        activate: from the first product, float32 [batch, rows, *out], to the inputs of the second, [batch, rows, mlp].
+        ring: the devices.
+    """
+    rank = len(up[0].shape)
+
+    def local(
+        x: jax.Array, up: tuple[jax.Array, jax.Array | None], down: tuple[jax.Array, jax.Array | None]
+    ) -> jax.Array:
+        def multiply(rows: jax.Array) -> jax.Array:
+            wide = _product(rows, *up).reshape(*rows.shape[:2], *up[0].shape[:-1])
+            return _product(activate(wide).astype(x.dtype), down[0])
+
+        return _round(x, multiply, down[1], ring)
+
+    of_up = ring.kernel(rank, rank - 2), ring.kernel(rank - 1, rank - 2)
+    of_down = ring.kernel(2, 1), PartitionSpec()
+    return ring.run(local, (x, up, down), (ring.cut_rows, of_up, of_down), ring.cut_rows)
+
+
+def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32) -> jax.Array:
+    """rows [batch, rows, in] times kernel [*out, in], plus bias [*out]: [batch, rows, outputs] in `dtype`, summed in
+    float32."""
+    flat = kernel.reshape(-1, kernel.shape[-1])
+    product = jax.lax.dot_general(rows, flat, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if bias is not None:
+        product = product + bias.reshape(-1).astype(jnp.float32)
+    return product.astype(dtype)
+
+
+def _sent(x: jax.Array, ring: Ring, to: int) -> jax.Array:
+    """What the device `to` places before this one has sent."""
+    return jax.lax.ppermute(x, ring.axis, [(place, (place + to) % ring.size) for place in range(ring.size)])
+
+
+def _round(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
+    """The sums over all devices of multiply(rows), plus bias [out], for the device's own rows x [batch, rows, in]:
+    [batch, rows, out] in x's dtype. The two halves of a device's rows visit the others in opposite directions, and each
+    is followed by its sums."""
+    half = x.shape[1] // 2
+    ahead, behind = x[:, :half], x[:, half:]
+    sums: tuple[jax.Array, jax.Array] | None = None
+    for _ in range(1, ring.size):
+        ahead, behind = _sent(ahead, ring, 1), _sent(behind, ring, -1)
+        part = multiply(jnp.concatenate([ahead, behind], axis=1))
+        if sums is not None:
+            part = part + jnp.concatenate(sums, axis=1)
+        part = part.astype(x.dtype)
+        sums = _sent(part[:, :half], ring, 1), _sent(part[:, half:], ring, -1)
+    own = multiply(x)
+    if sums is not None:
+        own = own + jnp.concatenate(sums, axis=1)
+    if bias is not None:
+        own = own + bias.astype(jnp.float32)
+    return own.astype(x.dtype)
+
+
+def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
+    """multiply(all rows) [batch, seq, out] of the rows x [batch, rows, in] of each device."""
+    size, rows, here = ring.size, x.shape[1], jax.lax.axis_index(ring.axis)
+    own = multiply(x)
+    gathered = jnp.zeros((len(x), size * rows, own.shape[-1]), own.dtype)
+
+    def put(gathered: jax.Array, product: jax.Array, before: int, first: int = 0) -> jax.Array:
+        """With the product of rows of the device `before` places before this one, from its row `first` on."""
+        at = (here - before) % size * rows + first
+        return jax.lax.dynamic_update_slice_in_dim(gathered, product, at, 1)
+
+    gathered = put(gathered, own, 0)
+    ahead = behind = x
+    for turn in range(1, (size + 1) // 2):
+        ahead, behind = _sent(ahead, ring, 1), _sent(behind, ring, -1)
+        gathered = put(gathered, multiply(ahead), turn)
+        gathered = put(gathered, multiply(behind), -turn)
+    if size % 2 == 0:  # the device opposite, whose rows arrive by both ways
+        half = rows // 2
+        gathered = put(gathered, multiply(_sent(ahead[:, :half], ring, 1)), size // 2)
+        gathered = put(gathered, multiply(_sent(behind[:, half:], ring, -1)), size // 2, half)
+    return gathered
+
+
+def _scattered(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
+    """The sums over all devices of multiply(x), x [batch, seq, in], plus bias [out]: the device's own rows
+    [batch, rows, out] in x's dtype."""
+    size, here = ring.size, jax.lax.axis_index(ring.axis)
+    rows = x.shape[1] // size
+    half = rows // 2
+
+    def part(behind: int, first: int = 0, count: int = rows) -> jax.Array:
+        """Of rows of the device `behind` places behind this one, float32."""
+        at = (here + behind) % size * rows + first
+        return multiply(jax.lax.dynamic_slice_in_dim(x, at, count, 1))
+
+    ahead = behind = None
+    if size % 2 == 0:
+        ahead = _sent(part(size // 2, 0, half).astype(x.dtype), ring, 1)
+        behind = _sent(part(size // 2, half, rows - half).astype(x.dtype), ring, -1)
+    for turn in range((size - 1) // 2, 0, -1):
+        after, before = part(turn), part(-turn)
+        if ahead is not None and behind is not None:
+            whole = ahead.shape[1] == rows
+            after = after + ahead if whole else after.at[:, :half].add(ahead)
+            before = before + behind if whole else before.at[:, half:].add(behind)
+        ahead, behind = _sent(after.astype(x.dtype), ring, 1), _sent(before.astype(x.dtype), ring, -1)
+    own = part(0)
+    if ahead is not None and behind is not None:
+        own = own + (ahead + behind.astype(jnp.float32) if size > 2 else jnp.concatenate([ahead, behind], axis=1))
+    if bias is not None:
+        own = own + bias.astype(jnp.float32)
+    return own.astype(x.dtype)
