@@ -154,6 +154,7 @@ def _refuse_options(options: JaxLoadOptions, model_type: str) -> None:
         "patch_packs": bool(options.patch_packs),
         "enable_paged_attention": options.enable_paged_attention,
         "attention_config": options.attention_config is not None,
+        "residual_stream": options.residual_stream == "rings",
         "experts": options.experts != "auto",
     }
     refused = [name for name, given in asked.items() if given]

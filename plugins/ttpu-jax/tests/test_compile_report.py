@@ -207,6 +207,42 @@ class TestPrefill:
         assert prefill.tokens_per_second == pytest.approx(PROMPT / prefill.total_seconds)
 
 
+@pytest.mark.tpu_compile
+class TestRings:
+    """A long prompt on four devices."""
+
+    @pytest.fixture(scope="class", params=["unrolled", "scan"])
+    def programs(self, request: pytest.FixtureRequest) -> dict[str, ProgramReport]:
+        pytest.importorskip("libtpu")
+        asked = {"task": "prefill", "batch": 1, "context": PROMPT, "layers": request.param}
+        return {
+            stream: compile_report(architecture(), "v5e:2x2", **asked, residual_stream=stream)  # type: ignore[arg-type]
+            for stream in ("auto", "whole")
+        }
+
+    def test_products_send_what_others_need_in_the_background(self, programs: dict[str, ProgramReport]) -> None:
+        ring, whole = programs["auto"], programs["whole"]
+        sent = [one for one in ring.collectives if one.op == "collective-permute"]
+        # Each way a device away, and half of what the one opposite has: rows for queries, keys and values, and sums of
+        # attention, which come in two parts once. The MLP's rows, and its sums, pass all three other devices in halves.
+        of_attention, of_mlp = (4, 6), 2 * 2 * 3
+        layers = LAYERS if ring.layers == "scan" else LAYERS - 1
+        last = 0 if ring.layers == "scan" else of_attention[0]
+        assert sum(one.count for one in sent) >= layers * (sum(of_attention) + of_mlp) + last
+        assert all(one.in_background == one.count for one in sent)
+        assert count(whole, "collective-permute") == 0
+
+    def test_no_sums_of_all_rows_are_exchanged(self, programs: dict[str, ProgramReport]) -> None:
+        stream = PROMPT * HIDDEN * BF16
+        assert result_bytes(programs["auto"], "all-reduce") < stream / 8
+        assert result_bytes(programs["auto"], "all-gather") < stream / 8
+        assert result_bytes(programs["auto"], "reduce-scatter") == stream // 4, "the embedding's"
+        assert result_bytes(programs["whole"], "all-reduce") >= (2 * (LAYERS - 1) + 1) * stream
+
+    def test_the_prompt_goes_into_the_cache_that_was_given(self, programs: dict[str, ProgramReport]) -> None:
+        assert all(one.cache_in_place for one in programs.values())
+
+
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"context": 0}])
 def test_an_empty_batch_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(RequestError, match="must be at least 1"):
@@ -346,6 +382,20 @@ class TestCommand:
         assert asked["strategy"] == strategy_with({"expert": ("data", "tensor"), "embed": None})
         self.run(config, "--topology", "v5e:2x4")
         assert (asked["experts"], asked["strategy"]) == ("auto", DEFAULT_STRATEGY)
+
+    @pytest.mark.parametrize("asked", ["auto", "whole"])
+    def test_the_residual_stream_is_cut_as_asked(
+        self, config: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found: list[object] = []
+
+        def stand_in(*_: object, residual_stream: str, **__: object) -> None:
+            found.append(residual_stream)
+            raise RequestError("that is enough")
+
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+        self.run(config, "--topology", "v5e:1x1", *(() if asked == "auto" else ("--residual-stream", asked)))
+        assert found == [asked]
 
     def test_a_quantized_checkpoint_is_compiled_in_its_own_format(
         self, config: Path, monkeypatch: pytest.MonkeyPatch

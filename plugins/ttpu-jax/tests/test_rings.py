@@ -31,7 +31,14 @@ from ttpu_core.spec.rope import RopeSpec
 from ttpu_core.spec.short_convolution import short_convolution
 from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
-from ttpu_jax.ops.matmul.rings import Ring, StreamForm, gathered_product, ring_mlp, scattered_product
+from ttpu_jax.ops.matmul.rings import (
+    Ring,
+    StreamForm,
+    gathered_product,
+    ring_mlp,
+    scattered_product,
+    scattered_rows,
+)
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import local_placement
 
@@ -70,6 +77,13 @@ class TestProducts:
         assert_close(found, jnp.einsum("bsi,oi->bso", x, kernel) + bias)
         assert found.sharding.spec[1] == "tensor"
 
+    def test_rows_of_a_table_are_scattered(self, size: int) -> None:
+        table = draw(7 * size, HIDDEN)
+        rows = np.random.default_rng(0).integers(0, 7 * size, (2, size * ROWS))
+        found = jax.jit(partial(scattered_rows, ring=ring(size)))(table, jnp.asarray(rows, jnp.int32))
+        np.testing.assert_array_equal(found, table[rows])
+        assert found.sharding.spec[1] == "tensor"
+
     def test_an_mlp_gathers_and_scatters(self, size: int) -> None:
         x = draw(2, size * ROWS, HIDDEN)
         up, down = (draw(2, size * INNER, HIDDEN), draw(2, size * INNER)), (draw(HIDDEN, size * INNER), draw(HIDDEN))
@@ -77,7 +91,8 @@ class TestProducts:
         def activate(pair: jax.Array) -> jax.Array:
             return jax.nn.silu(pair[..., 0, :]) * pair[..., 1, :]
 
-        found = jax.jit(lambda *arrays: ring_mlp(*arrays, activate, ring(size)))(x, up, down)
+        mlp = partial(ring_mlp, activate=activate, ring=ring(size))
+        found = jax.jit(mlp)(x, up, down)
         inner = activate(jnp.einsum("bsi,poi->bspo", x, up[0]) + up[1])
         assert_close(found, jnp.einsum("bsi,oi->bso", inner, down[0]) + down[1])
         assert found.sharding.spec[1] == "tensor"

@@ -79,6 +79,19 @@ def test_a_dense_layer_sums_twice_over_its_tensor_axis() -> None:
     assert estimate.ici == pytest.approx((2 * spec.num_layers + 1) * each, rel=1e-6)
 
 
+def test_the_sums_of_a_long_prompts_mlps_are_hidden_behind_products() -> None:
+    """Of two sums a layer one goes round while the layer multiplies, and one for the embedding stands alone."""
+    spec, topology = published(LLAMA), parse_topology("v5e:2x4")
+    each = collective_seconds("all-reduce", 2048 * spec.hidden_size * 2, 8, topology.chip.ici_bytes_per_second)
+    cut = estimate_time(spec, {"tensor": 8}, topology, PREFILL)
+    assert cut.ici == pytest.approx((2 * spec.num_layers + 1) * each, rel=1e-6)
+    exposed = (spec.num_layers + 1) * each
+    assert cut.compute + exposed < cut.seconds < cut.compute + exposed + cut.hbm
+    for workload in (replace(PREFILL, context=2047), replace(PREFILL, context=512)):
+        whole = estimate_time(spec, {"tensor": 8}, topology, workload)
+        assert whole.seconds >= whole.compute + whole.ici, workload
+
+
 def test_fully_sharded_weights_are_gathered_twice_and_their_gradients_scattered_once() -> None:
     spec, topology = published(LLAMA), parse_topology("v5p:4x4x4")  # all dimensions close: three rings
     estimate = estimate_time(spec, {"fsdp": 64}, topology, TRAIN)

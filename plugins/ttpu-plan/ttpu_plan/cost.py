@@ -3,8 +3,9 @@ by cause. The model is a roofline with the chip's published rates, which ranks m
 times.
 
 *Overlap.* Memory reads overlap with compute. Sums over `tensor` and `expert` stand between two products, so nothing
-overlaps with them. Gathering weights, reducing gradients, and transfers between slices overlap with the layer before or
-after. So a layer takes max(compute, memory, background communication) + sums.
+overlaps with them, but where the rows of the residual stream are cut (`ttpu_core.sharding.stream`): those of dense MLPs
+go around a ring while their products are computed. Gathering weights, reducing gradients, and transfers between slices
+overlap with the layer before or after. So a layer takes max(compute, memory, background communication) + sums.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from math import prod
 from ttpu_core.quantization.quantize import planned_spec
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.stream import cuts_rows
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import (
@@ -137,7 +139,11 @@ class _Program:
         for one in kind.used:
             if one.is_matrix and not one.of_experts and one.gathered[-1] < one.parameter.shape[-1]:
                 by = tuple(a for a in one.mesh_axes[-1] if a not in self._token_axes())
-                self._sum(part, rows * tokens * prod(one.gathered[:-1]) * item, by)
+                size = rows * tokens * prod(one.gathered[:-1]) * item
+                if self._in_ring(one, rows, tokens, by):
+                    self._in_background(part, "all-reduce", size, by)
+                else:
+                    self._sum(part, size, by)
         flops += self._attention_flops(kind, rows, tokens)
         if self.workload.task != "train":
             traffic += self._cache_traffic(kind)
@@ -182,6 +188,11 @@ class _Program:
 
     def _token_axes(self) -> set[str]:
         return {a for axis in (axes.BATCH, axes.SEQUENCE) for a in dict(self.model.strategy.rules).get(axis, ())}
+
+    def _in_ring(self, one: ParameterShard, rows: int, tokens: int, by: tuple[str, ...]) -> bool:
+        """Whether the sums of an MLP's product go around a ring, during the products."""
+        dense = self.workload.quantization is None and one.path.endswith("mlp.down.kernel")
+        return dense and not self.trains and len(by) == 1 and cuts_rows(rows, tokens, self.model.mesh[by[0]])
 
     def _gather(self, part: _Part, one: ParameterShard, bits: int) -> None:
         """Weights sharded along the tokens' axes are gathered each time a layer is run; in training their gradients are

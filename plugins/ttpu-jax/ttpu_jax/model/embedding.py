@@ -7,10 +7,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.spec import EmbeddingSpec, HeadSpec
-from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, maybe, product_devices, value_of
+from ttpu_core.spec import EmbeddingSpec, HeadSpec, axes
+from ttpu_jax.model.modules import (
+    Linear,
+    Norm,
+    Parameters,
+    Runtime,
+    maybe,
+    product_devices,
+    ring_of,
+    value_of,
+)
 from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.matmul.rings import scattered_rows
 from ttpu_jax.ops.matmul.trained import trained_product
 from ttpu_jax.ops.parts import Part, part
 
@@ -22,7 +32,7 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, spec: EmbeddingSpec, values: Parameters, runtime: Runtime) -> None:
-        self.spec, self.placement, self.dtype = spec, runtime.placement, runtime.dtype
+        self.spec, self.runtime, self.placement, self.dtype = spec, runtime, runtime.placement, runtime.dtype
         self.embedding = values["embedding"]
         self.table_projection = None if spec.table_features is None else Linear(values.at("projection"), runtime)
         self.positions = values.get("positions")
@@ -40,9 +50,7 @@ class Embedding(nnx.Module):
     @part(Part.EMBEDDING)
     def look_up(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Look up tokens [batch, seq] at positions [batch, seq] and return the residual stream [batch, seq, hidden]."""
-        table = value_of(self.embedding)
-        dtype = self.dtype if isinstance(table, QuantizedKernel) else None
-        x = self.placement.constrain_looked_up(rows_of(table, tokens, dtype))
+        x = self._rows(tokens)
         if self.spec.scale is not None:
             x = x * jnp.asarray(self.spec.scale, x.dtype)
         if self.table_projection is not None:
@@ -51,6 +59,17 @@ class Embedding(nnx.Module):
             rows = jnp.maximum(positions, 0) + self.spec.position_offset
             x = x + jnp.take(self.positions[...], rows, axis=0, mode="clip")
         return maybe(self.norm, x)
+
+    def _rows(self, tokens: jax.Array) -> jax.Array:
+        """The table's rows [batch, seq, features], which devices that share the table and cut the residual stream
+        exchange as they keep them."""
+        table, placement = value_of(self.embedding), self.placement
+        dtype = self.dtype if isinstance(table, QuantizedKernel) else None
+        ring = ring_of(jax.ShapeDtypeStruct((*tokens.shape, table.shape[-1]), self.dtype), self.runtime)
+        shared = () if placement.axes_of(axes.EMBED) else placement.mesh_axes(axes.VOCAB, len(table))
+        if ring is not None and dtype is None and shared == (ring.axis,):
+            return scattered_rows(table, tokens, ring)
+        return placement.constrain_looked_up(rows_of(table, tokens, dtype))
 
     def collapse(self, x: jax.Array) -> jax.Array:
         """Turn the output of the last layer into the input of the final norm, [batch, seq, hidden].

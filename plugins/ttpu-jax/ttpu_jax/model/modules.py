@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ttpu_core.sharding.stream import STREAM_ROWS, cuts_rows
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_core.spec.parameters import SHARED
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 FLOAT32 = np.dtype(np.float32)
 RESIDUAL = (axes.BATCH, axes.SEQUENCE, None)
 """Axes of the residual stream [batch, seq, hidden]: its features are whole on every device."""
-STREAM_ROWS = 128
-"""Least tokens of a row on each device for which the residual stream is cut."""
-RING_TILE = 32
-"""Divides the rows of each device on TPUs: two tiles of bfloat16, one for each direction around the ring."""
 
 
 @dataclass(frozen=True)
@@ -377,10 +374,9 @@ def ring_of(x: jax.Array | jax.ShapeDtypeStruct, runtime: Runtime) -> Ring | Non
     if placement.axes_of(axes.SEQUENCE):
         return None
     size, seq = placement.mesh.shape[found[0]], x.shape[1]
-    rows_in_all = x.shape[0] // prod(placement.mesh.shape[axis] for axis in batch) * seq
-    whole_tiles = runtime.stream == "rings" or seq % (size * RING_TILE) == 0
-    enough = runtime.stream == "rings" or rows_in_all // size >= STREAM_ROWS
-    return Ring(placement.mesh, found[0], batch) if seq % (2 * size) == 0 and whole_tiles and enough else None
+    rows = x.shape[0] // prod(placement.mesh.shape[axis] for axis in batch)
+    worth = runtime.stream == "rings" or cuts_rows(rows, seq, size)
+    return Ring(placement.mesh, found[0], batch) if seq % (2 * size) == 0 and worth else None
 
 
 def with_whole_rows(x: jax.Array, runtime: Runtime) -> jax.Array:

@@ -2,16 +2,16 @@
 
 A kernel whose outputs are shared among the devices needs all rows: `gathered_product` multiplies those that are there
 while the next ones arrive. A kernel whose inputs are shared leaves each device sums for all rows, of which it keeps
-those of its own: `scattered_product` sends sums on while it computes the next. `ring_mlp` is one after the other, block
-by block. Rows and sums go round in both directions at once, so that a device sends and receives over the links to both
-of its neighbours. Sums travel in the dtype of the activations.
-"""
+those of its own: `scattered_product` sends sums on while it computes others. `ring_mlp` is one after the other, block
+by block.
+
+Whatever goes round goes in both directions at once, so that a device sends and receives over the links to both of its
+neighbours. Sums travel in the dtype of the activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,7 +22,7 @@ StreamForm = Literal["whole", "auto", "rings"]
 """Where the sequence of the residual stream is cut over the devices that share MLPs and heads: nowhere ("whole"), in
 programs for TPUs of enough tokens ("auto"), or wherever the devices divide the tokens ("rings")."""
 Multiply = Callable[[jax.Array], jax.Array]
-"""A product with one device's share of a kernel: rows [batch, rows, in] to [batch, rows, out]."""
+"""A product with one device's share of a kernel: rows [batch, rows, in] to [batch, rows, *out]."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,11 @@ def gathered_product(
     """
 
     def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        flat = _gathered(x, partial(_product, kernel=kernel, bias=bias, dtype=x.dtype), ring)
-        return flat.reshape(*flat.shape[:2], *kernel.shape[:-1])
+        return _gathered(x, lambda rows: _product(rows, kernel, bias).astype(x.dtype), ring)
 
-    ranks = len(kernel.shape)
-    specs = (ring.cut_rows, ring.kernel(ranks, shared), ring.kernel(ranks - 1, shared))
-    out = PartitionSpec(ring.batch or None, None, *ring.kernel(ranks - 1, shared))
+    rank = len(kernel.shape)
+    specs = (ring.cut_rows, ring.kernel(rank, shared), ring.kernel(rank - 1, shared))
+    out = PartitionSpec(ring.batch or None, None, *ring.kernel(rank - 1, shared))
     return ring.run(local, (x, kernel, bias), specs, out)
 
 
@@ -98,10 +97,33 @@ def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, r
     """
 
     def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return _scattered(x, partial(_product, kernel=kernel), bias, ring)
+        return _added_up(x, lambda rows: _product(rows, kernel), bias, ring)
 
     features = PartitionSpec(ring.batch or None, None, ring.axis)
     return ring.run(local, (x, kernel, bias), (features, ring.kernel(2, 1), PartitionSpec()), ring.cut_rows)
+
+
+def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array:
+    """Rows of an embedding table: [batch, seq, features], whose rows are cut.
+
+    Args:
+        table: [vocab, features], whose rows the devices share; the ring divides vocab.
+        tokens: [batch, seq], indices into the table; the ring divides seq.
+        ring: the devices.
+    """
+
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        places = tokens - jax.lax.axis_index(ring.axis) * len(table)
+        own = (places >= 0) & (places < len(table))
+        found = jnp.where(own[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
+        batch, seq, features = found.shape
+        # Rows of a device come first: of an inner dimension XLA:TPU makes a whole all-reduce.
+        by_device = found.reshape(batch, ring.size, -1, features).swapaxes(0, 1).reshape(-1, features)
+        rows = jax.lax.psum_scatter(by_device, ring.axis, scatter_dimension=0, tiled=True)
+        return rows.reshape(batch, seq // ring.size, features)
+
+    specs = ring.kernel(2, 0), PartitionSpec(ring.batch or None)
+    return ring.run(local, (table, tokens), specs, ring.cut_rows)
 
 
 def ring_mlp(
@@ -126,8 +148,7 @@ def ring_mlp(
         x: jax.Array, up: tuple[jax.Array, jax.Array | None], down: tuple[jax.Array, jax.Array | None]
     ) -> jax.Array:
         def multiply(rows: jax.Array) -> jax.Array:
-            wide = _product(rows, *up).reshape(*rows.shape[:2], *up[0].shape[:-1])
-            return _product(activate(wide).astype(x.dtype), down[0])
+            return _product(activate(_product(rows, *up)).astype(x.dtype), down[0])
 
         return _round(x, multiply, down[1], ring)
 
@@ -136,14 +157,11 @@ def ring_mlp(
     return ring.run(local, (x, up, down), (ring.cut_rows, of_up, of_down), ring.cut_rows)
 
 
-def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32) -> jax.Array:
-    """rows [batch, rows, in] times kernel [*out, in], plus bias [*out]: [batch, rows, outputs] in `dtype`, summed in
-    float32."""
-    flat = kernel.reshape(-1, kernel.shape[-1])
-    product = jax.lax.dot_general(rows, flat, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    if bias is not None:
-        product = product + bias.reshape(-1).astype(jnp.float32)
-    return product.astype(dtype)
+def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """rows [batch, rows, in] times kernel [*out, in], plus bias [*out]: float32 [batch, rows, *out]."""
+    dimensions = (((2,), (kernel.ndim - 1,)), ((), ()))
+    product = jax.lax.dot_general(rows, kernel, dimensions, preferred_element_type=jnp.float32)
+    return product if bias is None else product + bias.astype(jnp.float32)
 
 
 def _sent(x: jax.Array, ring: Ring, to: int) -> jax.Array:
@@ -173,11 +191,50 @@ def _round(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring)
     return own.astype(x.dtype)
 
 
+def _added_up(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
+    """The sums over all devices of multiply(x), x [batch, seq, in], plus bias [out]: the device's own rows
+    [batch, rows, out] in x's dtype. Sums for a device go round half of the ring, those of the device opposite half of
+    them in either direction."""
+    size, rows, here = ring.size, x.shape[1] // ring.size, jax.lax.axis_index(ring.axis)
+    half = rows // 2
+
+    def part(behind: int, first: int = 0, count: int = rows) -> jax.Array:
+        """For rows of the device `behind` places behind this one, float32."""
+        at = (here + behind) % size * rows + first
+        return multiply(jax.lax.dynamic_slice_in_dim(x, at, count, 1))
+
+    def sent(sums: jax.Array, to: int) -> jax.Array:
+        return _sent(sums.astype(x.dtype), ring, to)
+
+    # Sums on their way, in parts along the rows. XLA:TPU adds two parts where it multiplies, and one apart from that.
+    ahead: tuple[jax.Array, ...] = ()
+    behind: tuple[jax.Array, ...] = ()
+    turns = list(range((size - 1) // 2, 0, -1))
+    if size % 2 == 0:
+        first, second = sent(part(size // 2, 0, half), 1), sent(part(size // 2, half, rows - half), -1)
+        if turns:
+            turn = turns.pop(0)
+            ahead = sent(part(turn, 0, half) + first, 1), sent(part(turn, half, rows - half), 1)
+            behind = sent(part(-turn, 0, half), -1), sent(part(-turn, half, rows - half) + second, -1)
+        else:
+            ahead = first, second
+    for turn in turns:
+        after, before = part(turn), part(-turn)
+        if ahead:
+            after, before = after + jnp.concatenate(ahead, axis=1), before + jnp.concatenate(behind, axis=1)
+        ahead, behind = (sent(after, 1),), (sent(before, -1),)
+    own = part(0)
+    for sums in (ahead, behind):
+        own = own + jnp.concatenate(sums, axis=1) if sums else own
+    return (own if bias is None else own + bias.astype(jnp.float32)).astype(x.dtype)
+
+
 def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
-    """multiply(all rows) [batch, seq, out] of the rows x [batch, rows, in] of each device."""
+    """multiply(all rows) [batch, seq, *out] of the rows x [batch, rows, in] of each device. Each row goes round half of
+    the ring, half of those of the device opposite in either direction."""
     size, rows, here = ring.size, x.shape[1], jax.lax.axis_index(ring.axis)
     own = multiply(x)
-    gathered = jnp.zeros((len(x), size * rows, own.shape[-1]), own.dtype)
+    gathered = jax.lax.empty((len(x), size * rows, *own.shape[2:]), own.dtype)
 
     def put(gathered: jax.Array, product: jax.Array, before: int, first: int = 0) -> jax.Array:
         """With the product of rows of the device `before` places before this one, from its row `first` on."""
@@ -190,39 +247,8 @@ def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
         ahead, behind = _sent(ahead, ring, 1), _sent(behind, ring, -1)
         gathered = put(gathered, multiply(ahead), turn)
         gathered = put(gathered, multiply(behind), -turn)
-    if size % 2 == 0:  # the device opposite, whose rows arrive by both ways
+    if size % 2 == 0:
         half = rows // 2
         gathered = put(gathered, multiply(_sent(ahead[:, :half], ring, 1)), size // 2)
         gathered = put(gathered, multiply(_sent(behind[:, half:], ring, -1)), size // 2, half)
     return gathered
-
-
-def _scattered(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
-    """The sums over all devices of multiply(x), x [batch, seq, in], plus bias [out]: the device's own rows
-    [batch, rows, out] in x's dtype."""
-    size, here = ring.size, jax.lax.axis_index(ring.axis)
-    rows = x.shape[1] // size
-    half = rows // 2
-
-    def part(behind: int, first: int = 0, count: int = rows) -> jax.Array:
-        """Of rows of the device `behind` places behind this one, float32."""
-        at = (here + behind) % size * rows + first
-        return multiply(jax.lax.dynamic_slice_in_dim(x, at, count, 1))
-
-    ahead = behind = None
-    if size % 2 == 0:
-        ahead = _sent(part(size // 2, 0, half).astype(x.dtype), ring, 1)
-        behind = _sent(part(size // 2, half, rows - half).astype(x.dtype), ring, -1)
-    for turn in range((size - 1) // 2, 0, -1):
-        after, before = part(turn), part(-turn)
-        if ahead is not None and behind is not None:
-            whole = ahead.shape[1] == rows
-            after = after + ahead if whole else after.at[:, :half].add(ahead)
-            before = before + behind if whole else before.at[:, half:].add(behind)
-        ahead, behind = _sent(after.astype(x.dtype), ring, 1), _sent(before.astype(x.dtype), ring, -1)
-    own = part(0)
-    if ahead is not None and behind is not None:
-        own = own + (ahead + behind.astype(jnp.float32) if size > 2 else jnp.concatenate([ahead, behind], axis=1))
-    if bias is not None:
-        own = own + bias.astype(jnp.float32)
-    return own.astype(x.dtype)
