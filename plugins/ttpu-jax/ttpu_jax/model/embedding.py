@@ -66,7 +66,7 @@ class Embedding(nnx.Module):
         table, placement = value_of(self.embedding), self.placement
         dtype = self.dtype if isinstance(table, QuantizedKernel) else None
         ring = ring_of(jax.ShapeDtypeStruct((*tokens.shape, table.shape[-1]), self.dtype), self.runtime)
-        shared = () if placement.axes_of(axes.EMBED) else placement.mesh_axes(axes.VOCAB, len(table))
+        shared = () if placement.axes_of(axes.EMBED) else placement.mesh_axes(axes.VOCAB, table.shape[0])
         if ring is not None and dtype is None and shared == (ring.axis,):
             return scattered_rows(table, tokens, ring)
         return placement.constrain_looked_up(rows_of(table, tokens, dtype))
