@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
@@ -22,9 +23,10 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import PluginError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.spec import AlibiSpec, AttentionSpec, KernelChoice, LayerSpec, NormSpec
+from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, choose, eager
-from ttpu_jax.ops.attention.blocks import BLOCKS, COMPUTE_OF, fit, splash_blocks
+from ttpu_jax.ops.attention.blocks import BLOCKS, COMPUTE_OF, QUERY_BLOCKS, fit, splash_blocks
 
 FULL = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
 SLIDING, CHUNKED = replace(FULL, window=5), replace(FULL, chunk=5)
@@ -180,6 +182,15 @@ def test_default_blocks_are_no_wider_than_a_window_and_narrower_for_wide_heads()
     )
     assert set(default.values()) == set(windowed.values()) == {512}
     assert {wide[name] for name in ("sa_block_q", "sa_block_q_dkv", "sa_block_q_dq")} == {256}  # 1 MiB of 4 KiB rows
+
+
+def test_queries_of_a_causal_sequence_are_in_four_blocks_or_more_unless_they_get_too_small() -> None:
+    context = AttentionContext(mesh=Mesh(np.asarray(tpu_topology("v5e:2x4").devices), ("data",)))
+    for length, size in ((512, 512), (2048, 512), (4096, 1024), (8192, 2048), (32768, 2048)):
+        blocks = dict(splash_blocks(context, length, 256, causal=True).sizes)
+        assert {blocks[name] for name in QUERY_BLOCKS} == {size}
+        assert blocks["sa_block_kv"] == 512
+    assert dict(splash_blocks(context, 2048, 256).sizes)["sa_block_q"] == 2048
 
 
 @pytest.mark.parametrize(("behind", "ahead"), [(None, 0), (0, 0), (130, 0), (300, 300), (None, None), (None, 5)])

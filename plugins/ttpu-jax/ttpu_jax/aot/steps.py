@@ -5,7 +5,7 @@ may overwrite."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -115,6 +115,7 @@ def train_step(
     """
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
+    runtime = replace(runtime, trains=placement.platform == "tpu")
     model = causal_model(spec, runtime, stacked=stacked, remat="full" if ADAMW.remat else "none")
     step = TrainStep(model, dtype, paddings, optimizer=optimizer or adamw())
     params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))

@@ -57,6 +57,11 @@ class DecoderModel:
         """The shape, logical axes and initialization of each parameter, by Flax path."""
         return stacked_parameters(self.spec) if self.stacked or self.slices else self.spec.parameters
 
+    @property
+    def takes_masters(self) -> bool:
+        """Whether parameters of layers, and the table of tokens, may be `ttpu_jax.ops.masters.Master`s."""
+        return self.microbatches is None and not self.slices
+
     @cached_property
     def placements(self) -> Mapping[str, Any]:
         """The sharding of each parameter, by Flax path; of a quantized kernel, a kernel of its parts' shardings.

@@ -39,6 +39,7 @@ from ttpu_jax.model.moe import ExpertLoads
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.kernels import with_adapters
+from ttpu_jax.ops.masters import rounded
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rope_angles
@@ -488,9 +489,10 @@ def _apply_layer(
 def _run_layer(
     definition: Any, state: Any, x: Stream, step: Step, cache: StepCache, inputs: LayerInputs
 ) -> tuple[Stream, Any, Keys | None, jax.Array | None]:
-    """One layer, its adapted kernels bound to the tokens' adapters: the stream, what is kept of it, its keys, and the
-    loads of its experts [2, experts] over all tokens but padding, if they are asked for."""
-    layer = nnx.merge(definition, with_adapters(state, step.adapters))
+    """One layer, its master weights rounded and its adapted kernels bound to the tokens' adapters: the stream, what is
+    kept of it, its keys, and the loads of its experts [2, experts] over all tokens but padding, if they are asked
+    for."""
+    layer = nnx.merge(definition, with_adapters(rounded(state), step.adapters))
     if not step.routing:
         x, cache, keys = run_layer(layer, x, step, cache, inputs)
         return x, cache.held, keys, None

@@ -21,6 +21,7 @@ from ttpu_jax.model.modules import (
 from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.matmul.rings import scattered_rows
+from ttpu_jax.ops.matmul.trained import trained_product
 from ttpu_jax.ops.parts import Part, part
 
 
@@ -65,7 +66,7 @@ class Embedding(nnx.Module):
         table, placement = value_of(self.embedding), self.placement
         dtype = self.dtype if isinstance(table, QuantizedKernel) else None
         ring = ring_of(jax.ShapeDtypeStruct((*tokens.shape, table.shape[-1]), self.dtype), self.runtime)
-        shared = () if placement.axes_of(axes.EMBED) else placement.mesh_axes(axes.VOCAB, len(table))
+        shared = () if placement.axes_of(axes.EMBED) else placement.mesh_axes(axes.VOCAB, table.shape[0])
         if ring is not None and dtype is None and shared == (ring.axis,):
             return scattered_rows(table, tokens, ring)
         return placement.constrain_looked_up(rows_of(table, tokens, dtype))
@@ -92,10 +93,17 @@ class Head(nnx.Module):
         the weight is table [vocab, features]; None where they are not tied."""
         kernel = table if self.kernel is None else self.kernel
         assert kernel is not None
-        devices = product_devices(x, kernel, self.runtime)
-        logits = linear(x, value_of(kernel), value_of(self.bias), out_dtype=jnp.dtype(jnp.float32), devices=devices)
+        logits = self._product(x, kernel)
         logits = logits if self.spec.multiplier == 1.0 else logits * self.spec.multiplier
         cap = self.spec.softcap
         return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+    def _product(self, x: jax.Array, kernel: nnx.Param) -> jax.Array:
+        value, bias, wide = value_of(kernel), value_of(self.bias), jnp.dtype(jnp.float32)
+        if not self.runtime.trains or not isinstance(value, jax.Array):
+            devices = product_devices(x, kernel, self.runtime)
+            return linear(x, value, bias, out_dtype=wide, devices=devices)
+        product = trained_product(x, value, wide, None)
+        return product if bias is None else product + bias.astype(wide)
 
 

@@ -15,6 +15,7 @@ from ttpu_core.sharding.training_state import ADAMW
 from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.moe import load_balancing_loss
 from ttpu_jax.model.vocabulary_loss import TokenLoss, sums_over_parts
+from ttpu_jax.ops.masters import rounded
 
 if TYPE_CHECKING:
     from ttpu_train.runner import LossSettings
@@ -207,5 +208,5 @@ def _over_parts(
     `cross_entropy` where it is the same."""
     minimized = TokenLoss(label_smoothing, z_loss)
     stream, targets, weights = (token_parts(x, tokens_at_once) for x in (hidden, *next_tokens(batch)))
-    ends = {path: params[path] for path in model.head_paths}
+    ends = rounded({path: params[path] for path in model.head_paths})
     return LossSums(*sums_over_parts(model, ends, stream, targets, weights, minimized))

@@ -22,9 +22,12 @@ from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, ax
 from ttpu_core.spec.parameters import SHARED
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
 from ttpu_jax.ops.few_tokens import ExpertsForm
+from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.matmul.rings import Ring, StreamForm, ring_mlp
+from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
@@ -44,8 +47,9 @@ class Runtime:
     `ttpu_jax.ops.linear`), whether Pallas kernels multiply by quantized kernels, the dtype of activations where no
     dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
     that devices share norms, rounding and additions, and gather rounded activations; the form in which experts are
-    computed (`ttpu_jax.ops.few_tokens`); and where the residual stream is cut and products exchange its rows around a
-    ring (`ttpu_jax.ops.matmul.rings`). Static."""
+    computed (`ttpu_jax.ops.few_tokens`); where the residual stream is cut and products exchange its rows around a ring
+    (`ttpu_jax.ops.matmul.rings`); and whether products are those of training (`ttpu_jax.ops.matmul.trained`).
+    Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -57,6 +61,7 @@ class Runtime:
     cuts_stream: bool = False
     experts: ExpertsForm = "auto"
     stream: StreamForm = "whole"
+    trains: bool = False
 
     @property
     def rotates_by_product(self) -> bool:
@@ -191,12 +196,35 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
         kernel, bias = value_of(self.kernel), value_of(self.bias)
+        if self._trains:
+            ring = gradient_ring(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
+            wide = (out_dtype or x.dtype) if bias is None else jnp.dtype(jnp.float32)
+            return _biased(trained_product(x, dense(kernel), wide, ring), bias, out_dtype or x.dtype)
         on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
         devices = product_devices(x, self.kernel, self.runtime)
         product = linear(
             x, kernel, bias, out_dtype=out_dtype, flatten=on_one_device, widen_rows=widen_rows, devices=devices
         )
         return product if self.update_a is None else (product + self._update(x)).astype(product.dtype)
+
+    def each(self, x: jax.Array, out_dtype: jnp.dtype) -> tuple[jax.Array, ...]:
+        """The products of x [..., in] with the kernels that are fused along the first dimension of this one: [...,
+        *out] each."""
+        if not self._trains:
+            product, rest = self(x, out_dtype), (slice(None),) * (len(value_of(self.kernel).shape) - 2)
+            return tuple(product[(..., number, *rest)] for number in range(product.shape[x.ndim - 1]))
+        kernel, bias = value_of(self.kernel), value_of(self.bias)
+        of_kernel, of_rows = kernel_and_row_axes(x, self.kernel, self.runtime)
+        ring = None if of_kernel[0] else gradient_ring(self.runtime.placement.mesh, of_kernel[1:], of_rows)
+        wide = out_dtype if bias is None else jnp.dtype(jnp.float32)
+        kernels = kernel.each() if isinstance(kernel, Master) else tuple(kernel)
+        products = trained_products(x, kernels, wide, ring)
+        biases = (None,) * len(products) if bias is None else bias
+        return tuple(_biased(one, bias, out_dtype) for one, bias in zip(products, biases, strict=True))
+
+    @property
+    def _trains(self) -> bool:
+        return self.runtime.trains and isinstance(value_of(self.kernel), jax.Array | Master) and self.update_a is None
 
     @property
     def is_plain(self) -> bool:
@@ -220,6 +248,10 @@ class Linear(nnx.Module):
             linear(narrow[..., i, :], part, out_dtype=wide, flatten=on_one_device) for i, part in enumerate(parts)
         )
         return jnp.concatenate(list(each), axis=-2)
+
+
+def _biased(product: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+    return product if bias is None else (product + bias.astype(jnp.float32)).astype(dtype)
 
 
 class XIELU(nnx.Module):
@@ -255,7 +287,11 @@ class MLP(nnx.Module):
         if ring is not None and self._each_feature_alone() and first.is_plain and self.down.is_plain:
             return ring_mlp(x, first.arrays, self.down.arrays, self._activate, ring)
         x = with_whole_rows(x, self.runtime)
-        inner = self._activate(first(x, jnp.dtype(jnp.float32))).astype(x.dtype)
+        if self.runtime.trains and self.spec.gated:
+            inner = self._gated(*self.gate_up.each(x, x.dtype)).astype(x.dtype)
+        else:
+            wide = x.dtype if self.runtime.trains else jnp.dtype(jnp.float32)
+            inner = self._activate(first(x, wide)).astype(x.dtype)
         if self.inner_norm is not None:
             inner = self.inner_norm(inner)
         inner = self.runtime.placement.constrain(inner, axes.BATCH, axes.SEQUENCE, axes.MLP)
@@ -263,12 +299,15 @@ class MLP(nnx.Module):
 
     def _activate(self, raised: jax.Array) -> jax.Array:
         """From the first product [batch, rows, mlp], or of gate and up [batch, rows, 2, mlp]: [batch, rows, mlp]."""
-        spec = self.spec
-        if spec.gated:
-            gate = raised[..., 0, :] if spec.gate_multiplier == 1.0 else raised[..., 0, :] * spec.gate_multiplier
-            return gated_activation(sparsify(gate, spec.sparsity), raised[..., 1, :], spec.activation)
-        raised = sparsify(raised, spec.sparsity)
-        return self.xielu(raised) if self.xielu else activate(raised, spec.activation)
+        if self.spec.gated:
+            return self._gated(raised[..., 0, :], raised[..., 1, :])
+        raised = sparsify(raised, self.spec.sparsity)
+        return self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        multiplier = self.spec.gate_multiplier
+        gate = gate if multiplier == 1.0 else gate * multiplier
+        return gated_activation(sparsify(gate, self.spec.sparsity), up, self.spec.activation)
 
     def _each_feature_alone(self) -> bool:
         """Whether an inner feature depends on nothing that another device has."""
@@ -278,18 +317,29 @@ class MLP(nnx.Module):
 def product_devices(x: jax.Array, variable: nnx.Param, runtime: Runtime) -> Devices:
     """Where the product of x [..., in] with the kernel [*out, in] of a variable runs. A mesh axis that shards x's batch
     or sequence as well as the kernel shards x alone: the kernel is gathered along it."""
-    placement, shape = runtime.placement, value_of(variable).shape
+    placement = runtime.placement
     if placement.mesh is None:
         return Devices(placement.platform, use_pallas=runtime.use_pallas)
+    of_kernel, rows = kernel_and_row_axes(x, variable, runtime)
+    taken = {axis for each in rows for axis in each}
+    kept = tuple(tuple(axis for axis in each if axis not in taken) for each in of_kernel)
+    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas, stream_axes(x, runtime))
+
+
+def kernel_and_row_axes(
+    x: jax.Array, variable: nnx.Param, runtime: Runtime
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """The mesh axes that shard each dimension of the kernel [*out, in] of a variable, and each of x [..., in] but the
+    last."""
+    placement, shape = runtime.placement, value_of(variable).shape
     leading = (axes.BATCH, axes.SEQUENCE) if x.ndim == 3 else (None,) * (x.ndim - 1)
     rows = tuple(
         () if axis is None else placement.mesh_axes(axis, size) for axis, size in zip(leading, x.shape, strict=False)
     )
+    if placement.mesh is None:
+        return ((),) * len(shape), rows
     logical = placement.divisible(variable.axis_names[-len(shape) :], shape)
-    of_kernel = placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel")
-    taken = {axis for each in rows for axis in each}
-    kept = tuple(tuple(axis for axis in each if axis not in taken) for each in of_kernel)
-    return Devices(placement.platform, placement.mesh, kept, rows, runtime.use_pallas, stream_axes(x, runtime))
+    return placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel"), rows
 
 
 def stream_axes(x: jax.Array, runtime: Runtime) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ttpu_jax.ops.kernels import AdaptedKernel, Kernel, LowRankKernel, QuantizedKernel, dense
+from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.matmul.api import quantized_product
 from ttpu_jax.ops.matmul.dense import Product, dense_product
 from ttpu_jax.ops.matmul.devices import Devices
@@ -61,6 +62,11 @@ def _linear(kernel: Any, x: jax.Array, bias: jax.Array | None, how: Product) -> 
 @_linear.register
 def _(kernel: QuantizedKernel, x: jax.Array, bias: jax.Array | None, how: Product) -> jax.Array:
     return quantized_product(x, kernel, bias, how)
+
+
+@_linear.register
+def _(kernel: Master, x: jax.Array, bias: jax.Array | None, how: Product) -> jax.Array:
+    return dense_product(x, kernel.rounded(), bias, how)
 
 
 @_linear.register

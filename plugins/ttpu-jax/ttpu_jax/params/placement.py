@@ -66,11 +66,11 @@ class Placement:
 
     def constrain_looked_up(self, x: jax.Array) -> jax.Array:
         """Constrain the sharding of embedding rows `x`: [batch, seq, hidden] if a mesh axis shards both the table's
-        features and the batch. Features are sharded first, so that devices exchange rows instead of the table. If
-        no further axis shards the batch, the compiler does so by itself. The result has the same shape."""
+        features and the batch. Features are sharded first, so that devices exchange rows instead of the table, and
+        gradients of rows instead of the table's. The result has the same shape."""
         features, batch = self.mesh_axes(logical.EMBED, x.shape[-1]), self.mesh_axes(logical.BATCH, x.shape[0])
         rest = tuple(axis for axis in batch if axis not in features)
-        if self.mesh is None or not features or not rest:
+        if self.mesh is None or not features:
             return x
         sequence = tuple(axis for axis in self.mesh_axes(logical.SEQUENCE, x.shape[1]) if axis not in features)
         partition = PartitionSpec(rest or None, sequence or None, features)

@@ -270,6 +270,11 @@ class AdaptedModel(DecoderModel):
         """The base model's parameters by Flax path, and the adapters' arrays by name."""
         return {**self.reference.parameters, **self.adapters.table(self.runtime.placement)}
 
+    @property
+    def takes_masters(self) -> bool:
+        """No: adapters are bound to whole kernels."""
+        return False
+
     def module(self, params: Params) -> Decoder:
         """Build the decoder over the base parameters with the adapters bound to them."""
         return self.reference.module(self.adapters.bound(params, self.runtime.placement))

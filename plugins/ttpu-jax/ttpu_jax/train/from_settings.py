@@ -82,7 +82,8 @@ def step_from_settings(
     zero = zero_placements(runtime.placement, settings.zero_stage)
     usual = "float32" if runtime.placement.platform == "cpu" else "bfloat16"
     dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype)
-    runtime = replace(runtime, placement=zero.weights, dtype=dtype, stream="whole")
+    trains = runtime.placement.platform == "tpu"
+    runtime = replace(runtime, placement=zero.weights, dtype=dtype, stream="whole", trains=trains)
     remat = cast("Remat", "full" if settings.remat == "auto" else settings.remat)
     model = causal_model(spec, runtime, stacked=True, remat=remat)
     loss = settings_for(settings.loss, config)

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.sharding.training_state import ADAMW, TrainingState
 from ttpu_core.spec import Parameter, axes
+from ttpu_core.spec.parameters import GROUPS, LAYERS
 from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
+from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
@@ -29,6 +32,8 @@ from ttpu_jax.train.zero import ZeroPlacements
 
 LEARNING_RATE = 1e-4
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+TABLE = "embed.embedding"
+"""The path of the table of tokens."""
 
 
 class Loss(Protocol):
@@ -163,7 +168,7 @@ class TrainStep:
             RequestError: rows that `accumulation` does not divide.
         """
         trained = self._trained(params)
-        sums, gradients = self._gradients(self.computed(params), batch, number)
+        sums, gradients = self._gradients(params, batch, number)
         gradients = project_gradients(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
         squares = squared_norm(gradients, self.model.spec, self.paddings, stacked=self.model.stacked)
         norm = jnp.sqrt(squares)
@@ -220,17 +225,56 @@ class TrainStep:
     def _trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
         return {path: value for path, value in params.items() if self.trainable(path)}
 
+    @property
+    def _rounds_where_used(self) -> bool:
+        """Whether layers round their master weights themselves. Stages of a pipeline and adapted kernels read rounded
+        weights, and ZeRO's stages 1 and 2 gather the weights once an update."""
+        as_they_lie = self.zero is None or self.zero.stage in (0, 3)
+        return as_they_lie and not self.interleaved and self.model.takes_masters
+
+    def _weights(self, params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the model computes with, and of the trained parameters what the gradients are taken with respect to:
+        path → weight, or slot or value of a `Master`."""
+        if not self._rounds_where_used:
+            weights = self.computed(params)
+            return weights, self._trained(weights)
+        table = self.model.parameters
+        masters = {path: value for path, value in params.items() if self._is_master(path, value)}
+        weights = self.computed({path: value for path, value in params.items() if path not in masters})
+        trained = self._trained(weights)
+        for path, value in masters.items():
+            if path == TABLE:  # its rows' gradients are added up in float32
+                weights[path] = Master(value, None, self.dtype)
+                trained |= self._trained({path: value})
+                continue
+            lies = self.model.runtime.placement.parameter(path, table[path])
+            named = lies if isinstance(lies, NamedSharding) else None
+            of_layer = named and NamedSharding(named.mesh, PartitionSpec(*named.spec[path.startswith(GROUPS) :]))
+            apart = self.model.runtime.trains and path.endswith(".mlp.gate_up.kernel")
+            weights[path] = Master(value, None, self.dtype, of_layer, apart)
+            if self.trainable(path):
+                slot = jnp.zeros(value.shape, self.dtype)
+                trained[path] = slot if named is None else jax.lax.with_sharding_constraint(slot, named)
+        return weights, trained
+
+    def _is_master(self, path: str, value: Any) -> bool:
+        """Whether a parameter is rounded where it is used: those of layers, and the table of tokens."""
+        parameter = self.model.parameters[path]
+        wider = isinstance(value, jax.Array) and parameter.dtype is None and value.dtype.itemsize > self.dtype.itemsize
+        table = path == TABLE and self.model.spec.embedding.custom is None
+        return wider and (table or path.startswith((GROUPS, LAYERS)))
+
     def _gradients(
-        self, weights: dict[str, Any], batch: TokenBatch, number: jax.Array | int
+        self, params: Params, batch: TokenBatch, number: jax.Array | int
     ) -> tuple[LossSums, dict[str, jax.Array]]:
         """The sums of the loss, and the gradient of its mean for each trained parameter."""
-        trained = self._trained(weights)
+        weights, trained = self._weights(params)
         batch = self._with_whole(weights, batch, self.accumulation)
         shared = batch.shared
 
         def summed(trained: dict[str, Any], batch: TokenBatch, part: jax.Array | int = 0) -> tuple[jax.Array, LossSums]:
             noise = {} if self.noise is None else self.noise(number, part)
-            sums = self.loss(self.model, {**weights, **trained, **noise}, batch)
+            sums = self.loss(self.model, {**weights, **_bound(weights, trained), **noise}, batch)
             return sums.total, sums
 
         if self.interleaved:
@@ -309,6 +353,18 @@ class TrainStep:
         )
 
 
+def _bound(weights: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, Any]:
+    """The trained parameters as the model computes with them, so that their gradients are those of `trained`."""
+
+    def one(path: str, given: Any) -> Any:
+        weight = weights[path]
+        if not isinstance(weight, Master):
+            return given
+        return replace(weight, value=given) if path == TABLE else replace(weight, slot=given)
+
+    return {path: one(path, given) for path, given in trained.items()}
+
+
 def mean_of(sums: LossSums, value: jax.Array) -> jax.Array:
     """One of the sums, `value` [], as the mean by weight []; both float32."""
     return value / _at_least_one(sums.weight)
@@ -326,17 +382,17 @@ def _at_least_one(count: jax.Array) -> jax.Array:
 def _of_blocks(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
     """The sharding of an array with one number for each block along a weight's last axis: the weight's, but for that
     axis where devices do not divide the blocks."""
-    if not isinstance(sharding, jax.sharding.NamedSharding) or len(sharding.spec) < len(shape):
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) < len(shape):
         return sharding
     last = sharding.spec[-1]
     names = () if last is None else (last,) if isinstance(last, str) else tuple(last)
     if shape[-1] % prod(sharding.mesh.shape[name] for name in names) == 0:
         return sharding
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:-1], None))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1], None))
 
 
 def _constrained(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    if not isinstance(sharding, jax.sharding.NamedSharding):
+    if not isinstance(sharding, NamedSharding):
         return value
     return jax.lax.with_sharding_constraint(value, sharding)
 

@@ -17,7 +17,9 @@ from ttpu_core.errors import RequestError
 from ttpu_jax.ops.attention.context import AttentionContext, Options
 
 LANES = 128  # a block is whole TPU vector registers
-SMALLEST_WINDOW_BLOCK = 512
+SMALLEST_WINDOW_BLOCK = SMALLEST_CAUSAL_BLOCK = 512
+CAUSAL_BLOCKS = 4
+"""Least blocks of queries of a causal sequence, if they are not too small."""
 
 COMPUTE_OF = {"sa_block_kv_compute": "sa_block_kv", "sa_block_kv_dkv_compute": "sa_block_kv_dkv"}
 """Block of keys that is multiplied at once → block of keys that is fetched."""
@@ -39,7 +41,7 @@ class SplashBlocks:
 
 
 def splash_blocks(
-    context: AttentionContext, length: int, head_bytes: int, reach: int | None = None
+    context: AttentionContext, length: int, head_bytes: int, reach: int | None = None, *, causal: bool = False
 ) -> SplashBlocks:
     """The block sizes for a sequence of `length` tokens. Sizes from `attention_config` are used unchanged unless the
     sequence is shorter or not a multiple of them.
@@ -50,6 +52,8 @@ def splash_blocks(
         head_bytes: bytes of one head's query or value, whichever is wider, padded to whole registers.
         reach: maximum number of tokens that a query attends to under a window or chunk, else None. A wider block
             would mostly compute masked scores.
+        causal: queries attend to no later token. With a quarter of the sequence in a block of queries, the kernel
+            skips three eighths of the square; with all of it in one block, nothing.
     """
     table = _table("splash_attention", device_kind(context))
     asked = dict(context.options)
@@ -59,6 +63,8 @@ def splash_blocks(
         size = table["blocks"][name]
         if name in QUERY_BLOCKS:
             size = min(size, max(LANES, largest_query_block))
+            if causal:
+                size = min(size, max(SMALLEST_CAUSAL_BLOCK, _tiles(length // CAUSAL_BLOCKS) * LANES))
         if reach is not None:
             size = min(size, max(SMALLEST_WINDOW_BLOCK, _tiles(reach) * LANES))
         given = asked.get(name, size)

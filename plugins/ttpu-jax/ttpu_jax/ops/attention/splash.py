@@ -56,7 +56,7 @@ def splash_attention(
     """
     reach = min((size for size in (spec.window, spec.chunk) if size is not None), default=None)
     wider = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    blocks = splash_blocks(context, query.shape[1], wider * query.dtype.itemsize, reach)
+    blocks = splash_blocks(context, query.shape[1], wider * query.dtype.itemsize, reach, causal=spec.causal)
     local = partial(_local, spec=spec, reach=reach, blocks=blocks, interpret=context.platform == "cpu")
     segments = segments_of(spec, query_positions, key_positions, segment_ids)
     return over_mesh(local, context, query, key, value, segments, sinks)

@@ -1,0 +1,233 @@
+"""Products of training and their gradients are those of one device, and master weights that layers round train as a
+rounded copy of them does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from jax.sharding import NamedSharding, PartitionSpec
+from test_padded import GQA
+
+from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
+from ttpu_jax.aot.compile import compile_for
+from ttpu_jax.aot.steps import train_step
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.compiler_flags import TRAINING_OPTIONS
+from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.loss import token_batch
+from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.ops.masters import Master, rounded
+from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
+from ttpu_jax.params.initialize import random_parameters
+from ttpu_jax.params.placement import Placement, local_placement
+from ttpu_jax.train.step import TrainStep
+
+RANDOM = np.random.default_rng(0)
+MESHES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]] = {
+    "inputs": (("fsdp",), ((), (), ("fsdp",)), (("fsdp",), ())),
+    "outputs": (("fsdp",), (("fsdp",), (), ()), (("fsdp",), ())),
+    "inputs and heads": (("data", "fsdp", "tensor"), (("tensor",), (), ("fsdp",)), (("data", "fsdp"), ())),
+    "outputs and inputs": (("data", "fsdp", "tensor"), (("fsdp",), (), ("tensor",)), (("data", "fsdp"), ())),
+    "rows of a sequence": (("fsdp", "sequence"), ((), (), ("fsdp",)), (("fsdp",), ("sequence",))),
+}
+"""Name → mesh axes, those of each dimension of the kernel, those of each of the rows."""
+
+
+def mesh_of(names: tuple[str, ...]) -> jax.sharding.Mesh:
+    sizes = {1: (8,), 2: (4, 2), 3: (2, 2, 2)}[len(names)]
+    return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("features", [8, 256])
+@pytest.mark.parametrize("case", MESHES)
+def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features: int, dtype: Any) -> None:
+    names, of_kernel, of_rows = MESHES[case]
+    mesh = mesh_of(names)
+    ring = gradient_ring(mesh, of_kernel, of_rows)
+    assert ring is not None and ring.axis == "fsdp"
+    x, kernel = RANDOM.standard_normal((8, 6, 2 * features)), RANDOM.standard_normal((8, features // 4, 2 * features))
+    wanted = jnp.asarray(RANDOM.standard_normal((8, 6, 8, features // 4)), jnp.float32)
+
+    def total(x: Any, kernel: Any, ring: Any) -> jax.Array:
+        return (trained_product(x, kernel, dtype, ring).astype(jnp.float32) * wanted).sum()
+
+    def plain(x: Any, kernel: Any) -> jax.Array:
+        return (jnp.einsum("bsi,kdi->bskd", x, kernel, precision="highest") * wanted).sum()
+
+    given = [jnp.asarray(each, dtype) for each in (x, kernel)]
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(*(each.astype(jnp.float32) for each in given))
+    shardings = (
+        NamedSharding(mesh, PartitionSpec(*of_rows)), NamedSharding(mesh, PartitionSpec(*of_kernel)),
+    )  # fmt: skip
+    placed = [jax.device_put(each, sharding) for each, sharding in zip(given, shardings, strict=True)]
+    found = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2, out_shardings=shardings)(*placed, ring)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        close = 1e-5 if dtype == jnp.float32 else 2e-2
+        np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=close * np.abs(theirs).max())
+
+
+def test_two_kernels_go_around_both_ways() -> None:
+    mesh = mesh_of(("fsdp",))
+    ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()))
+    x = jnp.asarray(RANDOM.standard_normal((8, 3, 16)), jnp.float32)
+    kernels = jnp.asarray(RANDOM.standard_normal((2, 5, 16)), jnp.float32)
+
+    def total(x: Any, kernels: Any, ring: Any) -> jax.Array:
+        one, other = trained_products(x, tuple(kernels), jnp.float32, ring)
+        return (jnp.sin(one) * other).sum()
+
+    def plain(x: Any, kernels: Any) -> jax.Array:
+        pair = jnp.einsum("bsi,noi->nbso", x, kernels, precision="highest")
+        return (jnp.sin(pair[0]) * pair[1]).sum()
+
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1)))(x, kernels)
+    found = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2)(x, kernels, ring)
+    text = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2).lower(x, kernels, ring).as_text()
+    assert len(set(re.findall(r"source_target_pairs = dense<([^>]*)>", text))) == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_what_is_recomputed_may_keep_products(capsys: pytest.CaptureFixture[str]) -> None:
+    """As remat="dots" does."""
+    x, kernel = jnp.ones((2, 3, 4)), jnp.ones((5, 4))
+
+    def total(x: Any, kernel: Any) -> jax.Array:
+        return jnp.sin(trained_product(jnp.sin(x), kernel, jnp.float32, None)).sum()
+
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    print_saved_residuals(jax.checkpoint(total, policy=policy), x, kernel)
+    assert "f32[2,3,5]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "rows"),
+    [
+        (((), ()), (("data",), ())),  # no axis in common
+        (((), ("data", "fsdp")), (("data", "fsdp"), ())),  # two
+        (((), ("fsdp",), ()), (("fsdp",), ())),  # a dimension between others
+        (((), ("tensor", "fsdp")), (("fsdp",), ())),
+    ],
+)
+def test_other_kernels_are_left_to_the_compiler(kernel: Any, rows: Any) -> None:
+    assert gradient_ring(mesh_of(("data", "fsdp", "tensor")), kernel, rows) is None
+    assert gradient_ring(None, ((), ("fsdp",)), (("fsdp",), ())) is None
+
+
+def test_a_master_has_the_gradient_of_the_rounded_weight_in_its_slot() -> None:
+    value = jnp.asarray(RANDOM.standard_normal((3, 4)), jnp.float32)
+
+    def total(value: jax.Array, slot: jax.Array) -> jax.Array:
+        weight = rounded({"a": Master(value, slot, np.dtype(jnp.bfloat16))})["a"]
+        assert weight.dtype == jnp.bfloat16
+        return (weight.astype(jnp.float32) ** 2).sum()
+
+    of_value, of_slot = jax.grad(total, argnums=(0, 1))(value, jnp.zeros((3, 4), jnp.bfloat16))
+    assert of_slot.dtype == jnp.bfloat16 and not of_value.any()
+    np.testing.assert_allclose(of_slot.astype(jnp.float32), 2 * value, rtol=1e-2)
+
+
+NORM = NormSpec()
+SPEC = ArchitectureSpec(
+    "tiny", EmbeddingSpec(64, 32),
+    (LayerSpec(replace(GQA, num_heads=4, num_kv_heads=2), MLPSpec(16, bias=True), NORM),) * 3, NORM, HeadSpec(), 32,
+)  # fmt: skip
+TOKENS = jnp.asarray(RANDOM.integers(0, 64, (8, 12)), jnp.int32)
+
+
+class CopiedFirst(TrainStep):
+    """A step that rounds all weights before it begins."""
+
+    @property
+    def _rounds_where_used(self) -> bool:
+        return False
+
+
+def trained(
+    kind: type[TrainStep],
+    mesh: str | None,
+    dtype: Any,
+    *,
+    trains: bool = True,
+    spec: ArchitectureSpec = SPEC,
+    **more: Any,
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    placement = local_placement(mesh)
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers), dtype=np.dtype(dtype), trains=trains)
+    model = causal_model(spec, runtime, stacked=True, remat="full")
+    whole = random_parameters(model.parameters, local_placement(), np.dtype(np.float32))
+    params: dict[str, Any] = {path: jax.device_put(value, model.placements[path]) for path, value in whole.items()}
+    step = kind(model, np.dtype(dtype), optimizer=optax.sgd(0.5), **more)
+    state, update, losses = jax.jit(step.init)(params), jax.jit(step), []
+    for _ in range(3):
+        params, state, figures = update(params, state, token_batch(TOKENS))
+        losses.append(float(figures.loss))
+    return losses, {path: np.asarray(value) for path, value in params.items()}
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=4,sequence=2"])
+def test_in_float32_steps_are_those_of_one_device(mesh: str) -> None:
+    expected, theirs = trained(TrainStep, None, np.float32, trains=False)
+    losses, ours = trained(TrainStep, mesh, np.float32)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for path, value in theirs.items():
+        np.testing.assert_allclose(ours[path], value, atol=2e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "more", [{}, {"accumulation": 2}, {"trainable": lambda path: "mlp" in path or "embed" in path}]
+)
+def test_layers_that_round_their_masters_train_as_with_a_rounded_copy(more: dict[str, Any], tied: bool) -> None:
+    """Equal bits but for the rows of the table, whose gradients are added up in float32."""
+    spec = replace(SPEC, head=HeadSpec(tied=tied))
+    expected, theirs = trained(CopiedFirst, None, jnp.bfloat16, trains=False, spec=spec, **more)
+    losses, ours = trained(TrainStep, None, jnp.bfloat16, trains=False, spec=spec, **more)
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)
+    assert losses[0] == expected[0] and losses[-1] < losses[0]
+    for path, value in theirs.items():
+        np.testing.assert_allclose(ours[path], value, atol=5e-3, err_msg=path)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2"])
+def test_in_bfloat16_devices_train_as_one(mesh: str) -> None:
+    expected, theirs = trained(CopiedFirst, None, jnp.bfloat16, trains=False)
+    losses, ours = trained(TrainStep, mesh, jnp.bfloat16)
+    np.testing.assert_allclose(losses, expected, rtol=5e-3)
+    for path, value in theirs.items():
+        np.testing.assert_allclose(ours[path], value, atol=2e-2, err_msg=path)
+
+
+def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exists() -> None:
+    """The compiled step of eight v5e chips: weights and their gradients cross the links in bfloat16, and loops over
+    layers are given float32 masters alone."""
+    layer = LayerSpec(replace(GQA, num_heads=8, num_kv_heads=4, head_dim=128, rope=replace(GQA.rope, rotary_dim=128)),
+                      MLPSpec(2048), NORM)  # fmt: skip
+    spec = ArchitectureSpec("tiny", EmbeddingSpec(4096, 1024), (layer,) * 6, NORM, HeadSpec(), 1024)
+    topology = tpu_topology("v5e:2x4")
+    placement = Placement(make_mesh(topology, {"fsdp": 8}))
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers), dtype=np.dtype(jnp.bfloat16))
+    step = train_step(spec, runtime, np.dtype(jnp.bfloat16), batch=8, tokens=256, stacked=True)
+    program = compile_for(
+        topology, step.function, *step.arguments, donate_argnums=step.donated, compiler_options=TRAINING_OPTIONS
+    )
+    found = re.findall(
+        r"= \(?(\w+)\[([\d,]*)\][^=\n]* (all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(",
+        program.hlo_text,
+    )
+    sizes = [(kind, op, int(np.prod([int(size) for size in shape.split(",") if size]))) for kind, shape, op in found]
+    assert {kind for kind, op, size in sizes if size >= 1024 * 1024 / 8} == {"bf16"}
+    assert {op for _, op, _ in sizes} >= {"all-gather", "collective-permute"}
+    loops = re.findall(r" = \((.*)\) while\(", program.hlo_text)
+    assert any("f32[6,2048,128]" in loop or "f32[6,128,2048]" in loop for loop in loops)
+    assert not any("bf16[6,2,2048,128]" in loop and "f32[6,2,2048,128]" not in loop for loop in loops)
