@@ -33,7 +33,6 @@ CONFIGS = {
     "gemma-3-12b": ("ttpu_gemma", "gemma-3-12b-text.json"),
     "Qwen3-30B-A3B": ("ttpu_qwen", "qwen3-30b-a3b.json"),
     "Mixtral-8x7B": ("ttpu_mistral", "mixtral-8x7b.json"),
-    "Mistral-7B": ("ttpu_mistral", "mistral-7b-v0.3.json"),
 }
 """Model → the plugin that ships its config, and the file's name."""
 
@@ -80,7 +79,7 @@ TABLES: dict[str, list[Program]] = {
     ],
     "roofline": [
         *tensor_8("Llama-3.1-8B", "decode", "prefill"),
-        Program("Llama-3.1-8B", "v5e:2x4", "train", options=("--batch", "8")),
+        Program("Llama-3.1-8B", "v5e:2x4", "train", options=("--batch", "8", "--layers", "scan")),
         *tensor_8("gemma-3-12b", "decode"),
         *tensor_8("Qwen3-30B-A3B", "decode", "prefill"),
         *(

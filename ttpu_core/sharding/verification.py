@@ -5,6 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MEASURED = (0.8, 1.5)
+"""Between which multiples of the schedule's predictions lie published measurements on TPUs (docs/compile-report.md)."""
+MEASURED_NOTE = (
+    f"What others measured on TPUs took {MEASURED[0]} to {MEASURED[1]} times such predictions (docs/compile-report.md)."
+)
+
 
 @dataclass(frozen=True)
 class Verification:

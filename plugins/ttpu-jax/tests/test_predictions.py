@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from ttpu_core.sharding.verification import MEASURED
+
 ROOT = Path(__file__).parents[3]
 DOC = ROOT / "docs/compile-report.md"
 
@@ -24,6 +26,8 @@ def test_the_table_of_published_figures(script: ModuleType) -> None:
     stored = json.loads(script.RESULTS.read_text())["predicted_seconds"]
     assert {figure.what for figure in script.FIGURES} == set(stored)
     assert "\n".join(script.table(stored)) in DOC.read_text(encoding="utf-8")
+    ratios = [figure.seconds / stored[figure.what] for figure in script.FIGURES]
+    assert (round(min(ratios), 1), round(max(ratios), 1)) == MEASURED
 
 
 @pytest.mark.parametrize("script", ["predictions"], indirect=True)

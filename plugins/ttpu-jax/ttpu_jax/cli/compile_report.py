@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console, stdout_console
+from ttpu_core.sharding.verification import MEASURED_NOTE
 
 if TYPE_CHECKING:
     from ttpu_jax.aot.report import ProgramReport, UnmodelledTotal
 
 NOTE = (
     "Figures of the TPU compiler (libtpu) for a slice that was not there: nothing ran on a TPU. Memory is what the "
-    "compiled program will take; times are a walk through the compiler's own schedule, good for comparing programs."
+    "compiled program will take; times are a walk through the compiler's own schedule, good for comparing programs. "
+    f"{MEASURED_NOTE}"
 )
 
 

@@ -16,6 +16,7 @@ from ttpu_core.cli.commands import CONTEXT_SETTINGS
 from ttpu_core.cli.console import LoadProgress, counted, in_bytes, print_json, stdout_console
 from ttpu_core.cli.option_groups import with_option_groups
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.verification import MEASURED_NOTE
 from ttpu_serve.cli.engine_options import EngineOptions, words
 from ttpu_serve.cli.shared_file import SharedFileCommand
 
@@ -28,7 +29,8 @@ NOTE = (
     "Figures of the TPU compiler (libtpu) for slices that were not there: nothing ran on a TPU. Bytes are of one "
     "device. Times are a walk through the compiler's own schedule, good for comparing programs; where they begin with "
     "≥, kernels count as no time, or loops over pages as one turn. After a + stands the least time of the kernels that "
-    "state their FLOPs and bytes, with sequences as long as they may be."
+    "state their FLOPs and bytes, with sequences as long as they may be. "
+    f"{MEASURED_NOTE}"
 )
 
 
