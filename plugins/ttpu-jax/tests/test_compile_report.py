@@ -223,12 +223,12 @@ class TestRings:
     def test_products_send_what_others_need_in_the_background(self, programs: dict[str, ProgramReport]) -> None:
         ring, whole = programs["auto"], programs["whole"]
         sent = [one for one in ring.collectives if one.op == "collective-permute"]
-        # Each way a device away, and half of what the one opposite has: rows for queries, keys and values, and sums of
-        # attention, which come in two parts once. The MLP's rows, and its sums, pass all three other devices in halves.
-        of_attention, of_mlp = (4, 6), 2 * 2 * 3
-        layers = LAYERS if ring.layers == "scan" else LAYERS - 1
-        last = 0 if ring.layers == "scan" else of_attention[0]
-        assert sum(one.count for one in sent) >= layers * (sum(of_attention) + of_mlp) + last
+        # Rows for queries, keys and values come from the device on either side, and those of the one opposite in halves.
+        # In the MLP half of a device's rows, and then their sums, pass three devices in either direction.
+        attention, mlp = 2 + 2, 2 * 2 * 3
+        in_scan = LAYERS * (attention + mlp)
+        expected = in_scan if ring.layers == "scan" else in_scan - mlp  # the last layer's MLP has one token
+        assert sum(one.count for one in sent) == expected + 1  # and the last token's row
         assert all(one.in_background == one.count for one in sent)
         assert count(whole, "collective-permute") == 0
 
@@ -236,7 +236,8 @@ class TestRings:
         stream = PROMPT * HIDDEN * BF16
         assert result_bytes(programs["auto"], "all-reduce") < stream / 8
         assert result_bytes(programs["auto"], "all-gather") < stream / 8
-        assert result_bytes(programs["auto"], "reduce-scatter") == stream // 4, "the embedding's"
+        sums = LAYERS + (programs["auto"].layers == "scan")  # of the embedding, and of attention but in the last layer
+        assert result_bytes(programs["auto"], "reduce-scatter") == sums * stream // 4
         assert result_bytes(programs["whole"], "all-reduce") >= (2 * (LAYERS - 1) + 1) * stream
 
     def test_the_prompt_goes_into_the_cache_that_was_given(self, programs: dict[str, ProgramReport]) -> None:

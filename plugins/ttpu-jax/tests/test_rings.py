@@ -110,7 +110,7 @@ def test_rows_of_the_batch_that_devices_share_have_rings_of_their_own() -> None:
 def test_sums_travel_in_the_dtype_of_the_activations() -> None:
     x, kernel = draw(1, 4 * ROWS, 4 * INNER).astype(jnp.bfloat16), draw(HIDDEN, 4 * INNER).astype(jnp.bfloat16)
     text = str(jax.make_jaxpr(lambda x, kernel: scattered_product(x, kernel, None, ring(4)))(x, kernel))
-    sent = [line for line in text.splitlines() if "ppermute[" in line]
+    sent = [line for line in text.splitlines() if "reduce_scatter[" in line]
     assert sent and all(":bf16[" in line for line in sent)
 
 

@@ -2,8 +2,7 @@
 
 A kernel whose outputs are shared among the devices needs all rows: `gathered_product` multiplies those that are there
 while the next ones arrive. A kernel whose inputs are shared leaves each device sums for all rows, of which it keeps
-those of its own: `scattered_product` sends sums on while it computes others. `ring_mlp` is one after the other, block
-by block.
+those of its own: `scattered_product`. In `ring_mlp` rows go round, and the sums for them follow.
 
 Whatever goes round goes in both directions at once, so that a device sends and receives over the links to both of its
 neighbours. Sums travel in the dtype of the activations."""
@@ -56,7 +55,8 @@ class Ring:
     def run(
         self, local: Callable[..., jax.Array], arrays: tuple[Any, ...], specs: tuple[Any, ...], out: PartitionSpec
     ) -> jax.Array:
-        """Run a function on every device's shards of arrays, some of which may be None."""
+        """Run a function on every device's shards of arrays, some of which may be None; return its results
+        [batch, seq, ...], which are sharded by `out`."""
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
         result: jax.Array = mapped(*arrays)
         return result
@@ -89,6 +89,9 @@ def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, r
     """x [batch, seq, in], whose features are shared, times kernel [out, in], plus bias [out]: [batch, seq, out] in x's
     dtype, whose rows are cut.
 
+    One reduce-scatter follows the product. Sums that go round while others are computed are predicted to take as long,
+    because the core then adds them itself.
+
     Args:
         x: [batch, seq, in]; the ring divides seq.
         kernel: [out, in], whose inputs the devices share.
@@ -97,7 +100,8 @@ def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, r
     """
 
     def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return _added_up(x, lambda rows: _product(rows, kernel), bias, ring)
+        own = _scattered(_product(x, kernel).astype(x.dtype), ring)
+        return own if bias is None else (own + bias.astype(jnp.float32)).astype(x.dtype)
 
     features = PartitionSpec(ring.batch or None, None, ring.axis)
     return ring.run(local, (x, kernel, bias), (features, ring.kernel(2, 1), PartitionSpec()), ring.cut_rows)
@@ -115,12 +119,8 @@ def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
         places = tokens - jax.lax.axis_index(ring.axis) * len(table)
         own = (places >= 0) & (places < len(table))
-        found = jnp.where(own[..., None], jnp.take(table, places, axis=0, mode="clip"), 0)
-        batch, seq, features = found.shape
-        # Rows of a device come first: of an inner dimension XLA:TPU makes a whole all-reduce.
-        by_device = found.reshape(batch, ring.size, -1, features).swapaxes(0, 1).reshape(-1, features)
-        rows = jax.lax.psum_scatter(by_device, ring.axis, scatter_dimension=0, tiled=True)
-        return rows.reshape(batch, seq // ring.size, features)
+        found = jnp.take(table, places, axis=0, mode="clip")
+        return _scattered(jnp.where(own[..., None], found, 0), ring)
 
     specs = ring.kernel(2, 0), PartitionSpec(ring.batch or None)
     return ring.run(local, (table, tokens), specs, ring.cut_rows)
@@ -191,42 +191,13 @@ def _round(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring)
     return own.astype(x.dtype)
 
 
-def _added_up(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
-    """The sums over all devices of multiply(x), x [batch, seq, in], plus bias [out]: the device's own rows
-    [batch, rows, out] in x's dtype. Sums for a device go round half of the ring, those of the device opposite half of
-    them in either direction."""
-    size, rows, here = ring.size, x.shape[1] // ring.size, jax.lax.axis_index(ring.axis)
-    half = rows // 2
-
-    def part(behind: int, first: int = 0, count: int = rows) -> jax.Array:
-        """For rows of the device `behind` places behind this one, float32."""
-        at = (here + behind) % size * rows + first
-        return multiply(jax.lax.dynamic_slice_in_dim(x, at, count, 1))
-
-    def sent(sums: jax.Array, to: int) -> jax.Array:
-        return _sent(sums.astype(x.dtype), ring, to)
-
-    # Sums on their way, in parts along the rows. XLA:TPU adds two parts where it multiplies, and one apart from that.
-    ahead: tuple[jax.Array, ...] = ()
-    behind: tuple[jax.Array, ...] = ()
-    turns = list(range((size - 1) // 2, 0, -1))
-    if size % 2 == 0:
-        first, second = sent(part(size // 2, 0, half), 1), sent(part(size // 2, half, rows - half), -1)
-        if turns:
-            turn = turns.pop(0)
-            ahead = sent(part(turn, 0, half) + first, 1), sent(part(turn, half, rows - half), 1)
-            behind = sent(part(-turn, 0, half), -1), sent(part(-turn, half, rows - half) + second, -1)
-        else:
-            ahead = first, second
-    for turn in turns:
-        after, before = part(turn), part(-turn)
-        if ahead:
-            after, before = after + jnp.concatenate(ahead, axis=1), before + jnp.concatenate(behind, axis=1)
-        ahead, behind = (sent(after, 1),), (sent(before, -1),)
-    own = part(0)
-    for sums in (ahead, behind):
-        own = own + jnp.concatenate(sums, axis=1) if sums else own
-    return (own if bias is None else own + bias.astype(jnp.float32)).astype(x.dtype)
+def _scattered(sums: jax.Array, ring: Ring) -> jax.Array:
+    """What the devices have of sums [batch, seq, out], added up: each one's own rows [batch, rows, out]."""
+    batch, seq, out = sums.shape
+    # Rows of a device come first: along an inner dimension XLA:TPU makes a whole all-reduce of it.
+    by_device = sums.reshape(batch, ring.size, -1, out).swapaxes(0, 1).reshape(-1, out)
+    own = jax.lax.psum_scatter(by_device, ring.axis, scatter_dimension=0, tiled=True)
+    return own.reshape(batch, seq // ring.size, out)
 
 
 def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
