@@ -32,8 +32,8 @@ PROGRAM_BYTES = 32 * 2**20
 """What every program keeps beside the arrays counted here: constants, small temporaries, and room between arrays. The
 rest of decode programs, libtpu 0.0.42, is 20 to 110 MiB."""
 
-GATHERED_LAYERS = 3
-"""Layers of one turn of a loop whose weights are gathered at once: libtpu 0.0.42 begins with those that come next."""
+GATHERED_LAYERS = 2
+"""Layers of one turn of a loop whose weights are gathered at once: while one is computed, those of the next come."""
 
 SORTED, SAMPLER_BYTES = 3, 96 * 2**20
 """An engine's sampler takes at most so many copies of a device's logits of a step, in float32, and so many bytes beside
@@ -194,8 +194,8 @@ def _training(
     what is kept of the layers; the head as it is stored, and as the vocabulary is divided; its gradient in float32, of
     a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in float32, and the
     logits' gradient, rounded. *The backward pass of a turn*: what is kept of the layers; the gradients of all layers,
-    rounded; the turn's weights gathered, and all that a layer's gradient needs; the gradient of the largest kernel that
-    devices do not sum in a ring, rounded, before it is scattered. *The embedding's gradient*, after the layers: all
+    rounded; the weights of two of the turn's layers gathered, and all that the gradients of the turn need; the gradient
+    of the largest kernel that devices do not sum in a ring, rounded, before it is scattered. *The embedding's gradient*, after the layers: all
     gradients, and that of the table's own features in float32, and as it is given to the optimizer.
 
     Args:
@@ -274,7 +274,7 @@ class _Backward:
 
     gathered: int = 0
     gradient: int = 0  # of the largest kernel that is whole before it is scattered
-    saved: int = 0  # of the layer that has most
+    saved: int = 0  # of all layers of the turn, whose inputs are there at once
 
     @property
     def total(self) -> int:
@@ -286,7 +286,7 @@ def _kept(model: ModelShards, workload: Workload) -> int:
     its gradients need."""
     rows, tokens = local_tokens(model, workload)
     stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
-    more: dict[str, Callable[..., int]] = {"none": _saved, "dots": _results}
+    more: dict[str, Callable[..., int]] = {"none": _all_saved, "dots": _results}
     kept = more.get(workload.settings.remat, lambda *_: 0)
     return sum(kind.count * (stream + kept(model, kind, workload)) for kind in model.layers)
 
@@ -295,7 +295,7 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
     bits, of_rows = BITS[workload.dtype], _axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
-        gathered = gradient = saved = 0
+        gathered = gradient = saved = normalized = 0
         of_experts: list[int] = []
         for place, kind in enumerate(layers):
             of_experts = [tiled_bytes(one.gathered, bits) for one in kind.used if one.of_experts]
@@ -305,12 +305,14 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
             scattered = [one for one in others if one.local != one.gathered and not _in_ring(one, of_rows)]
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, bits) for one in scattered), 0)
             if workload.settings.remat == "dots":
-                saved = max(saved, _saved(model, kind, workload) - _results(model, kind, workload))
+                saved += _saved(model, kind, workload) - _results(model, kind, workload)
             elif workload.settings.remat != "none":
-                saved = max(saved, _saved(model, kind, workload))
+                saved += _saved(model, kind, workload)
+            normalized = max(normalized, _normalized(model, kind, workload))
         # The layer whose gradient is computed first has the kernels of its mixture one after the other.
         gathered -= sum(of_experts) - max(of_experts, default=0)
-        found.append(_Backward(gathered, gradient, saved))
+        kept = workload.settings.remat == "none"
+        found.append(_Backward(gathered, gradient, saved + (0 if kept else normalized)))
     return max(found, key=lambda turn: turn.total)
 
 
@@ -381,8 +383,8 @@ def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> i
 
 
 def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """What a layer's gradient needs: each product's input and result, rounded, and the input of each norm in float32;
-    of a mixture's experts what `_working_set` counts."""
+    """What the gradients of a layer's products need: the input and the result of each, rounded; of a mixture's experts
+    what `_working_set` counts."""
     rows, tokens = local_tokens(model, workload)
     item = workload.bytes_per_element
     experts = products = 0
@@ -391,8 +393,17 @@ def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
             experts = _working_set(model, kind, workload)
         elif one.is_matrix:
             products += item * (one.gathered[-1] + prod(one.gathered[:-1]))
-    norms = 4 * len(norm_names(kind.layer)) * model.spec.hidden_size
-    return rows * tokens * (products + norms) + experts
+    return rows * tokens * products + experts
+
+
+def _normalized(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    """The inputs of a layer's norms, in float32."""
+    rows, tokens = local_tokens(model, workload)
+    return 4 * rows * tokens * len(norm_names(kind.layer)) * model.spec.hidden_size
+
+
+def _all_saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    return _saved(model, kind, workload) + _normalized(model, kind, workload)
 
 
 def _results(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
