@@ -195,8 +195,9 @@ def _training(
     a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in float32, and the
     logits' gradient, rounded. *The backward pass of a turn*: what is kept of the layers; the gradients of all layers,
     rounded; the weights of two of the turn's layers gathered, and all that the gradients of the turn need; the gradient
-    of the largest kernel that devices do not sum in a ring, rounded, before it is scattered. *The embedding's gradient*, after the layers: all
-    gradients, and that of the table's own features in float32, and as it is given to the optimizer.
+    of the largest kernel that devices do not sum in a ring, rounded, before it is scattered. *The embedding's
+    gradient*, after the layers: all gradients, and that of the table's own features in float32, and as it is given to
+    the optimizer.
 
     Args:
         model: the weights that the step computes with.
@@ -227,7 +228,8 @@ def _training(
     stored_head, head_gradient = (weight_bytes([one.head], workload, bits) for one in (model, given))
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
-    of_head, of_rows = {axis for each in head.mesh_axes for axis in each}, _axes_of_rows(model, workload)
+    of_head = {axis for each in head.mesh_axes for axis in each}
+    of_rows = _axes_of_rows(model, workload)
     together = rows * min(tokens, STATE.loss_tokens) * prod(model.mesh[axis] for axis in of_head & of_rows)
     words = head.parameter.shape[0] // prod(model.mesh[axis] for axis in of_head)
     in_loss = {
