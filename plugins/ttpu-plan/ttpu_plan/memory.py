@@ -39,6 +39,9 @@ SORTED, SAMPLER_BYTES = 3, 96 * 2**20
 """An engine's sampler takes at most so many copies of a device's logits of a step, in float32, and so many bytes beside
 them (libtpu 0.0.42: 15 to 106 MB for 32 and 256 rows of Llama-3.1-8B and gemma-3-12b)."""
 
+LANES = 128
+"""Numbers in a row of a tile."""
+
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
 
@@ -184,7 +187,7 @@ def _relaid(model: ModelShards, workload: Workload, chip: Chip | None) -> int:
 def _training(
     model: ModelShards, state: ModelShards, given: ModelShards, workload: Workload, *, rounds_all: bool
 ) -> MemoryEstimate:
-    """Master weights and moments, in place, and the largest of three moments of the step. Stages of ZeRO divide what is
+    """Master weights and moments, in place, and the largest of some moments of the step. Stages of ZeRO divide what is
     held between steps (`state`) and the gradients (`given`) otherwise than the weights (`model`).
 
     Where an update has parts, their gradients are summed in float32, all the while. Of an optimizer's state on the host
@@ -197,7 +200,8 @@ def _training(
     rounded; the weights of two of the turn's layers gathered, and all that the gradients of the turn need; the gradient
     of the largest kernel that devices do not sum in a ring, rounded, before it is scattered. *The embedding's
     gradient*, after the layers: all gradients, and that of the table's own features in float32, and as it is given to
-    the optimizer.
+    the optimizer. *The update*, where the optimizer's state is on the host, so that it goes layer by layer: all
+    gradients in float32, the head's also as the vocabulary is divided; and the new state of the embedding and the head.
 
     Args:
         model: the weights that the step computes with.
@@ -219,8 +223,10 @@ def _training(
     summed, of_sum = 0, BITS[STATE.gradient_dtype]
     if settings.gradient_accumulation_steps > 1:
         summed = sum(count * weight_bytes(shards, workload, of_sum) for count, shards in _parts(given))
-    rounded = 0
-    if rounds_all:
+    rounded = relaid = 0
+    if not rounds_all:
+        relaid = _relaid_masters(state, workload)
+    else:
         rounded = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(model))
     head, table = model.head, model.end("embed.embedding")
     assert table is not None
@@ -248,15 +254,43 @@ def _training(
         "activations": stream,
         "temporaries": 2 * weight_bytes([table], workload, 32),
     }
-    peak = max((in_loss, in_turn, at_table), key=lambda moment: sum(moment.values()))
+    in_update = {
+        "gradients": sum(count * weight_bytes(shards, workload, 32) for count, shards in _parts(given)),
+        "activations": 0,
+        "temporaries": of_ends + 32 // bits * stored_head,
+    }
+    moments = (in_loss, in_turn, at_table, *((in_update,) if settings.offload_optimizer else ()))
+    peak = max(moments, key=lambda moment: sum(moment.values()))
     return MemoryEstimate(
         weights=weights,
         optimizer=0 if settings.offload_optimizer else held,
         gradients=peak["gradients"] + summed,
         activations=peak["activations"],
         logits=peak.get("logits", 0),
-        temporaries=peak["temporaries"] + PROGRAM_BYTES + (brought if settings.offload_optimizer else 0),
+        temporaries=peak["temporaries"] + relaid + PROGRAM_BYTES + (brought if settings.offload_optimizer else 0),
     )
+
+
+def _relaid_masters(state: ModelShards, workload: Workload) -> int:
+    """Master weights whose features on a device do not fill lanes: the compiler (libtpu 0.0.42) wants them in another
+    order of dimensions than they are given, and copies those of all layers before the loop, and the table of tokens
+    with its moments; not an MLP's fused kernel, which its module takes apart before it rounds it."""
+    bits = BITS[STATE.master_dtype]
+
+    def fills_lanes(one: ParameterShard) -> bool:
+        return one.local[-1] % LANES == 0
+
+    copied = sum(
+        kind.count * weight_bytes([one], workload, bits)
+        for kind in state.layers
+        for one in kind.parameters
+        if one.is_matrix and not fills_lanes(one) and not one.path.endswith("mlp.gate_up.kernel")
+    )
+    table = state.end("embed.embedding")
+    if table is not None and not fills_lanes(table):
+        copied += weight_bytes([table], workload, bits)
+        copied += 0 if workload.settings.offload_optimizer else state_bytes(table, 1, workload.settings)
+    return copied
 
 
 def _axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
