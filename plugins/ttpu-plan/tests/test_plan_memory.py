@@ -87,10 +87,12 @@ def test_what_the_compiler_refused_is_predicted_not_to_fit(row: dict[str, Any]) 
 def test_where_memory_is_short_it_is_not_underestimated_by_more_than_the_headroom() -> None:
     from ttpu_plan.plan import HEADROOM
 
-    near = [row for row in PEAKS["published"] if row["peak_bytes"] > NEAR_LIMIT * hbm(row)]
+    rows = [(row, row["peak_bytes"]) for row in PEAKS["published"]]
+    rows += [(row, row["needed_bytes"]) for row in PEAKS["refused"]]
+    near = [(row, size) for row, size in rows if size > NEAR_LIMIT * hbm(row)]
     assert len(near) >= 3
-    for row in near:
-        assert predicted(row).total >= HEADROOM * row["peak_bytes"], named(row)
+    for row, size in near:
+        assert predicted(row).total >= HEADROOM * size, named(row)
 
 
 def test_the_documented_table_is_what_is_predicted_now() -> None:
@@ -225,9 +227,9 @@ def test_an_update_in_parts_and_one_with_its_state_on_the_host_take_what_the_com
     # GiB of an update of Llama-3.1-8B: benchmarks/training_programs.py --only pipeline, and --only offload
     spec, step = published(LLAMA), Workload("train", 256, 2048, layers="scan")
     parts = replace(step, update=UpdateSettings(gradient_accumulation_steps=8))
-    assert estimate_memory(spec, {"data": 2, "fsdp": 16}, parts).total / 2**30 == pytest.approx(13.18, rel=0.02)
+    assert estimate_memory(spec, {"data": 2, "fsdp": 16}, parts).total / 2**30 == pytest.approx(9.81, rel=0.02)
     on_host = replace(step, batch=16, update=UpdateSettings(offload_optimizer=True))
-    assert estimate_memory(spec, {"fsdp": 16}, on_host).total / 2**30 == pytest.approx(8.00, rel=0.02)
+    assert estimate_memory(spec, {"fsdp": 16}, on_host).total / 2**30 == pytest.approx(4.86, rel=0.02)
 
 
 def sharing(spec: ArchitectureSpec) -> ArchitectureSpec:

@@ -195,10 +195,10 @@ def _training(
 
     *The loss*, for which the devices that share the head divide the vocabulary, each having the tokens of all of them:
     what is kept of the layers; the head as it is stored, and as the vocabulary is divided; its gradient in float32, of
-    a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in float32, and the
-    logits' gradient, rounded. *The backward pass of a turn*: what is kept of the layers; the gradients of all layers,
-    rounded; the weights of two of the turn's layers gathered, and all that the gradients of the turn need; the gradient
-    of the largest kernel that devices do not sum in a ring, rounded, before it is scattered. *The embedding's
+    a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in float32. *The
+    backward pass of a turn*: what is kept of the layers; the gradients of all layers, rounded; the weights of two of
+    the turn's layers gathered, and all that the gradients of the turn need; the gradient of the largest kernel that
+    devices do not sum in a ring, rounded, before it is scattered. *The embedding's
     gradient*, after the layers: all gradients, and that of the table's own features in float32, and as it is given to
     the optimizer. *The update*, where the optimizer's state is on the host, so that it goes layer by layer: all
     gradients in float32, the head's also as the vocabulary is divided; and the new state of the embedding and the head.
@@ -241,7 +241,7 @@ def _training(
     in_loss = {
         "gradients": 2 * 32 // bits * stored_head,
         "activations": kept + stream + 2 * together * model.spec.hidden_size * item,
-        "logits": tiled_bytes((together, words), 32) + tiled_bytes((together, words), bits),
+        "logits": tiled_bytes((together, words), 32),
         "temporaries": rounded + 2 * stored_head,
     }
     in_turn = {
