@@ -191,7 +191,7 @@ def test_training_holds_three_float32_copies_and_keeps_less_with_remat() -> None
     assert kept.total < dots.total < none.total and none.total > 1.5 * kept.total
 
 
-@pytest.mark.parametrize(("stage", "compiled"), [(0, 29.96), (1, 13.34), (2, 10.46), (3, 8.06)])
+@pytest.mark.parametrize(("stage", "compiled"), [(0, 27.20), (1, 13.34), (2, 10.78), (3, 7.15)])
 def test_the_stages_of_zero_take_what_the_compiler_says(stage: int, compiled: float) -> None:
     # GiB of an update of Llama-3.1-8B on v5e:4x4: benchmarks/training_programs.py --only zero
     spec, mesh = published(LLAMA), {"data": 4, "tensor": 4}
