@@ -87,10 +87,12 @@ def test_what_the_compiler_refused_is_predicted_not_to_fit(row: dict[str, Any]) 
 def test_where_memory_is_short_it_is_not_underestimated_by_more_than_the_headroom() -> None:
     from ttpu_plan.plan import HEADROOM
 
-    near = [row for row in PEAKS["published"] if row["peak_bytes"] > NEAR_LIMIT * hbm(row)]
+    rows = [(row, row["peak_bytes"]) for row in PEAKS["published"]]
+    rows += [(row, row["needed_bytes"]) for row in PEAKS["refused"]]
+    near = [(row, size) for row, size in rows if size > NEAR_LIMIT * hbm(row)]
     assert len(near) >= 3
-    for row in near:
-        assert predicted(row).total >= HEADROOM * row["peak_bytes"], named(row)
+    for row, size in near:
+        assert predicted(row).total >= HEADROOM * size, named(row)
 
 
 def test_the_documented_table_is_what_is_predicted_now() -> None:
@@ -189,7 +191,7 @@ def test_training_holds_three_float32_copies_and_keeps_less_with_remat() -> None
     assert kept.total < dots.total < none.total and none.total > 1.5 * kept.total
 
 
-@pytest.mark.parametrize(("stage", "compiled"), [(0, 29.96), (1, 13.34), (2, 10.46), (3, 8.06)])
+@pytest.mark.parametrize(("stage", "compiled"), [(0, 27.20), (1, 13.34), (2, 10.78), (3, 7.15)])
 def test_the_stages_of_zero_take_what_the_compiler_says(stage: int, compiled: float) -> None:
     # GiB of an update of Llama-3.1-8B on v5e:4x4: benchmarks/training_programs.py --only zero
     spec, mesh = published(LLAMA), {"data": 4, "tensor": 4}
@@ -225,9 +227,9 @@ def test_an_update_in_parts_and_one_with_its_state_on_the_host_take_what_the_com
     # GiB of an update of Llama-3.1-8B: benchmarks/training_programs.py --only pipeline, and --only offload
     spec, step = published(LLAMA), Workload("train", 256, 2048, layers="scan")
     parts = replace(step, update=UpdateSettings(gradient_accumulation_steps=8))
-    assert estimate_memory(spec, {"data": 2, "fsdp": 16}, parts).total / 2**30 == pytest.approx(13.18, rel=0.02)
+    assert estimate_memory(spec, {"data": 2, "fsdp": 16}, parts).total / 2**30 == pytest.approx(9.81, rel=0.02)
     on_host = replace(step, batch=16, update=UpdateSettings(offload_optimizer=True))
-    assert estimate_memory(spec, {"fsdp": 16}, on_host).total / 2**30 == pytest.approx(8.00, rel=0.02)
+    assert estimate_memory(spec, {"fsdp": 16}, on_host).total / 2**30 == pytest.approx(4.86, rel=0.02)
 
 
 def sharing(spec: ArchitectureSpec) -> ArchitectureSpec:

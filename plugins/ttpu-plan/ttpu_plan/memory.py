@@ -32,12 +32,15 @@ PROGRAM_BYTES = 32 * 2**20
 """What every program keeps beside the arrays counted here: constants, small temporaries, and room between arrays. The
 rest of decode programs, libtpu 0.0.42, is 20 to 110 MiB."""
 
-GATHERED_LAYERS = 3
-"""Layers of one turn of a loop whose weights are gathered at once: libtpu 0.0.42 begins with those that come next."""
+GATHERED_LAYERS = 2
+"""Layers of one turn of a loop whose weights are gathered at once: while one is computed, those of the next come."""
 
 SORTED, SAMPLER_BYTES = 3, 96 * 2**20
 """An engine's sampler takes at most so many copies of a device's logits of a step, in float32, and so many bytes beside
 them (libtpu 0.0.42: 15 to 106 MB for 32 and 256 rows of Llama-3.1-8B and gemma-3-12b)."""
+
+LANES = 128
+"""Numbers in a row of a tile."""
 
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""
@@ -68,7 +71,7 @@ def estimate_memory(
         stage = stage_of(mesh, strategy, workload.settings.zero_stage)
         weights = shard_model(spec, mesh, weight_strategy(mesh, strategy, stage))
         state = shard_model(spec, mesh, state_strategy(spec, mesh, strategy, stage))
-        return _training(weights, state, state if stage >= 2 else weights, workload)
+        return _training(weights, state, state if stage >= 2 else weights, workload, rounds_all=stage in (1, 2))
     return _inference(shard_model(spec, mesh, strategy), workload, chip)
 
 
@@ -181,20 +184,32 @@ def _relaid(model: ModelShards, workload: Workload, chip: Chip | None) -> int:
     )
 
 
-def _training(model: ModelShards, state: ModelShards, given: ModelShards, workload: Workload) -> MemoryEstimate:
-    """Master weights and moments, in place, and the largest of three moments of the step. Stages of ZeRO divide what is
+def _training(
+    model: ModelShards, state: ModelShards, given: ModelShards, workload: Workload, *, rounds_all: bool
+) -> MemoryEstimate:
+    """Master weights and moments, in place, and the largest of some moments of the step. Stages of ZeRO divide what is
     held between steps (`state`) and the gradients (`given`) otherwise than the weights (`model`).
 
     Where an update has parts, their gradients are summed in float32, all the while. Of an optimizer's state on the host
     that of the embedding and the head is brought to the devices whole, and that of others layer by layer.
 
-    *The loss*: the layers' weights in the activations' dtype; what is kept of the layers; the head gathered; its
-    gradient in float32 as the product gives it, rounded, and summed over devices, all of it whole, and the sum so far;
-    and the logits of a part of the tokens. *The backward pass of a turn*: the layers' weights and what is
-    kept of them; the layers' gradients; the turn's weights gathered, and all that a layer's gradient needs; that of
-    the largest kernel before it is scattered, in float32 (a mixture's own kernels round theirs), and of its widest
-    product. *The embedding's gradient*, after the layers: all gradients, and that of the table, whole, in float32 and
-    rounded.
+    *The loss*, for which the devices that share the head divide the vocabulary, each having the tokens of all of them:
+    what is kept of the layers; the head as it is stored, and as the vocabulary is divided; its gradient in float32, of
+    a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in float32. *The
+    backward pass of a turn*: what is kept of the layers; the gradients of all layers, rounded; the weights of two of
+    the turn's layers gathered, and all that the gradients of the turn need; the gradient of the largest kernel that
+    devices do not sum in a ring, rounded, before it is scattered. *The embedding's
+    gradient*, after the layers: all gradients, and that of the table's own features in float32, and as it is given to
+    the optimizer. *The update*, where the optimizer's state is on the host, so that it goes layer by layer: all
+    gradients in float32, the head's also as the vocabulary is divided; and the new state of the embedding and the head.
+
+    Args:
+        model: the weights that the step computes with.
+        state: the master weights.
+        given: the gradients.
+        workload: the step.
+        rounds_all: the weights of all layers are rounded at once, as in stages 1 and 2, instead of each where it is
+            used.
     """
     item, bits = workload.bytes_per_element, BITS[workload.dtype]
     settings = workload.settings
@@ -208,41 +223,85 @@ def _training(model: ModelShards, state: ModelShards, given: ModelShards, worklo
     summed, of_sum = 0, BITS[STATE.gradient_dtype]
     if settings.gradient_accumulation_steps > 1:
         summed = sum(count * weight_bytes(shards, workload, of_sum) for count, shards in _parts(given))
-    rounded = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(model))
+    rounded = relaid = 0
+    if not rounds_all:
+        relaid = _relaid_masters(state, workload)
+    else:
+        rounded = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(model))
     head, table = model.head, model.end("embed.embedding")
     assert table is not None
     gradients = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(given))
     stored_head, head_gradient = (weight_bytes([one.head], workload, bits) for one in (model, given))
-    whole_head = weight_bytes([head], workload, bits, gathered=True)
-    whole_table = weight_bytes([table], workload, bits, gathered=True)
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
-    logits = tiled_bytes((rows, min(tokens, STATE.loss_tokens), head.gathered[0]), 32)
+    of_head = {axis for each in head.mesh_axes for axis in each}
+    of_rows = _axes_of_rows(model, workload)
+    together = rows * min(tokens, STATE.loss_tokens) * prod(model.mesh[axis] for axis in of_head & of_rows)
+    words = head.parameter.shape[0] // prod(model.mesh[axis] for axis in of_head)
     in_loss = {
-        "gradients": head_gradient,
-        "activations": kept + stream,
-        "logits": logits + 32 // bits * whole_head + whole_head,
-        "temporaries": rounded + stored_head + whole_head,
+        "gradients": 2 * 32 // bits * stored_head,
+        "activations": kept + stream + 2 * together * model.spec.hidden_size * item,
+        "logits": tiled_bytes((together, words), 32),
+        "temporaries": rounded + 2 * stored_head,
     }
     in_turn = {
         "gradients": gradients + head_gradient,
-        "activations": kept + turn.saved + turn.product + stream,
+        "activations": kept + turn.saved + stream,
         "temporaries": rounded + turn.gathered + turn.gradient,
     }
     at_table = {
         "gradients": gradients + 2 * head_gradient,
         "activations": stream,
-        "temporaries": 32 // bits * whole_table + whole_table,
+        "temporaries": 2 * weight_bytes([table], workload, 32),
     }
-    peak = max((in_loss, in_turn, at_table), key=lambda moment: sum(moment.values()))
+    in_update = {
+        "gradients": sum(count * weight_bytes(shards, workload, 32) for count, shards in _parts(given)),
+        "activations": 0,
+        "temporaries": of_ends + 32 // bits * stored_head,
+    }
+    moments = (in_loss, in_turn, at_table, *((in_update,) if settings.offload_optimizer else ()))
+    peak = max(moments, key=lambda moment: sum(moment.values()))
     return MemoryEstimate(
         weights=weights,
         optimizer=0 if settings.offload_optimizer else held,
         gradients=peak["gradients"] + summed,
         activations=peak["activations"],
         logits=peak.get("logits", 0),
-        temporaries=peak["temporaries"] + PROGRAM_BYTES + (brought if settings.offload_optimizer else 0),
+        temporaries=peak["temporaries"] + relaid + PROGRAM_BYTES + (brought if settings.offload_optimizer else 0),
     )
+
+
+def _relaid_masters(state: ModelShards, workload: Workload) -> int:
+    """Master weights whose features on a device do not fill lanes: the compiler (libtpu 0.0.42) wants them in another
+    order of dimensions than they are given, and copies those of all layers before the loop, and the table of tokens
+    with its moments; not an MLP's fused kernel, which its module takes apart before it rounds it."""
+    bits = BITS[STATE.master_dtype]
+
+    def fills_lanes(one: ParameterShard) -> bool:
+        return one.local[-1] % LANES == 0
+
+    copied = sum(
+        kind.count * weight_bytes([one], workload, bits)
+        for kind in state.layers
+        for one in kind.parameters
+        if one.is_matrix and not fills_lanes(one) and not one.path.endswith("mlp.gate_up.kernel")
+    )
+    table = state.end("embed.embedding")
+    if table is not None and not fills_lanes(table):
+        copied += weight_bytes([table], workload, bits)
+        copied += 0 if workload.settings.offload_optimizer else state_bytes(table, 1, workload.settings)
+    return copied
+
+
+def _axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
+    return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
+
+
+def _in_ring(one: ParameterShard, of_rows: set[str]) -> bool:
+    """Whether devices sum a kernel's gradient in a ring, so that it is whole on none of them: those along one axis that
+    divides rows, if it alone shards one dimension of the kernel."""
+    shared = [by for by in one.mesh_axes if of_rows.intersection(by)]
+    return len(shared) == len(shared[0]) == 1 if shared else False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +309,12 @@ class _Backward:
     """Bytes in the backward pass of one turn of a loop over layers, or of one layer where they are unrolled."""
 
     gathered: int = 0
-    gradient: int = 0  # of the largest kernel
-    saved: int = 0  # of the layer that has most
-    product: int = 0  # the widest, in float32
+    gradient: int = 0  # of the largest kernel that is whole before it is scattered
+    saved: int = 0  # of all layers of the turn, whose inputs are there at once
 
     @property
     def total(self) -> int:
-        return self.gathered + self.gradient + self.saved + self.product
+        return self.gathered + self.gradient + self.saved
 
 
 def _kept(model: ModelShards, workload: Workload) -> int:
@@ -264,31 +322,33 @@ def _kept(model: ModelShards, workload: Workload) -> int:
     its gradients need."""
     rows, tokens = local_tokens(model, workload)
     stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
-    more: dict[str, Callable[..., int]] = {"none": _saved, "dots": _results}
+    more: dict[str, Callable[..., int]] = {"none": _all_saved, "dots": _results}
     kept = more.get(workload.settings.remat, lambda *_: 0)
     return sum(kind.count * (stream + kept(model, kind, workload)) for kind in model.layers)
 
 
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
-    bits = BITS[workload.dtype]
+    bits, of_rows = BITS[workload.dtype], _axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
-        gathered = gradient = product = saved = 0
+        gathered = gradient = saved = normalized = 0
         of_experts: list[int] = []
         for place, kind in enumerate(layers):
             of_experts = [tiled_bytes(one.gathered, bits) for one in kind.used if one.of_experts]
             others = [one for one in kind.used if not one.of_experts]
             if place >= len(layers) - GATHERED_LAYERS:
                 gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
-            gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, 32) for one in others), 0)
-            product = max(product, 0 if of_experts else _working_set(model, kind, workload))
+            scattered = [one for one in others if one.local != one.gathered and not _in_ring(one, of_rows)]
+            gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, bits) for one in scattered), 0)
             if workload.settings.remat == "dots":
-                saved = max(saved, _saved(model, kind, workload) - _results(model, kind, workload))
+                saved += _saved(model, kind, workload) - _results(model, kind, workload)
             elif workload.settings.remat != "none":
-                saved = max(saved, _saved(model, kind, workload))
+                saved += _saved(model, kind, workload)
+            normalized = max(normalized, _normalized(model, kind, workload))
         # The layer whose gradient is computed first has the kernels of its mixture one after the other.
         gathered -= sum(of_experts) - max(of_experts, default=0)
-        found.append(_Backward(gathered, gradient, saved, product))
+        kept = workload.settings.remat == "none"
+        found.append(_Backward(gathered, gradient, saved + (0 if kept else normalized)))
     return max(found, key=lambda turn: turn.total)
 
 
@@ -359,19 +419,27 @@ def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> i
 
 
 def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """What a layer's gradient needs: each product's input and result, the widest's in float32 (an MLP's activation is
-    computed in it), and so the input of each norm; of a mixture's experts what `_working_set` counts."""
+    """What the gradients of a layer's products need: the input and the result of each, rounded; of a mixture's experts
+    what `_working_set` counts."""
     rows, tokens = local_tokens(model, workload)
     item = workload.bytes_per_element
-    experts = products = widest = 0
+    experts = products = 0
     for one in kind.used:
         if one.of_experts:
             experts = _working_set(model, kind, workload)
         elif one.is_matrix:
             products += item * (one.gathered[-1] + prod(one.gathered[:-1]))
-            widest = max(widest, prod(one.gathered[:-1]))
-    norms = 4 * len(norm_names(kind.layer)) * model.spec.hidden_size
-    return rows * tokens * (products + (4 - item) * widest + norms) + experts
+    return rows * tokens * products + experts
+
+
+def _normalized(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    """The inputs of a layer's norms, in float32."""
+    rows, tokens = local_tokens(model, workload)
+    return 4 * rows * tokens * len(norm_names(kind.layer)) * model.spec.hidden_size
+
+
+def _all_saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
+    return _saved(model, kind, workload) + _normalized(model, kind, workload)
 
 
 def _results(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
