@@ -223,7 +223,7 @@ class TestRings:
     def test_products_send_what_others_need_in_the_background(self, programs: dict[str, ProgramReport]) -> None:
         ring, whole = programs["auto"], programs["whole"]
         sent = [one for one in ring.collectives if one.op == "collective-permute"]
-        # Rows for queries, keys and values come from the device on either side, and those of the one opposite in halves.
+        # Rows for queries, keys and values come from either side, and those of the device opposite in halves.
         # In the MLP half of a device's rows, and then their sums, pass three devices in either direction.
         attention, mlp = 2 + 2, 2 * 2 * 3
         in_scan = LAYERS * (attention + mlp)
