@@ -170,7 +170,8 @@ def test_what_waits_can_be_refused_at_once() -> None:
         await came(lambda: len(guides.began) == 3)
         queue.refuse(EngineClosingError("no more."))
         found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [str(error) for error in found] == ["no more."] * 2 and guides.ended == {"slow0"}
+        assert [str(error) for error in found] == ["no more."] * 2
+        assert "slow0" in guides.ended  # and slow1 where its first try had not returned yet
         with pytest.raises(EngineClosingError):
             await queue.compile(regex("quick"))
 

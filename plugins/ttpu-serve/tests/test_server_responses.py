@@ -12,7 +12,9 @@ from serving import Running, running, until
 
 from ttpu_serve.server import ServerSettings
 from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.openai_responses import OneResponse
 from ttpu_serve.server.response_store import ResponseStore
+from ttpu_serve.server.turn import Turn
 
 openai = pytest.importorskip("openai")
 
@@ -104,7 +106,7 @@ def test_a_stream_tells_all_events_in_order(client: Any) -> None:
     assert done == final.output
     whole = client.responses.create(**asked)
     assert whole.output_text == final.output_text == "I look."
-    for counted in (whole.usage, final.usage):  # reasoning by the pieces in which the output came
+    for counted in (whole.usage, final.usage):
         assert (counted.input_tokens, counted.output_tokens) == (whole.usage.input_tokens, whole.usage.output_tokens)
         assert 0 < counted.output_tokens_details.reasoning_tokens < counted.output_tokens
     assert [item.type for item in whole.output] == [item.type for item in final.output]
@@ -205,3 +207,23 @@ def test_the_store_is_bounded() -> None:
     store.get("large", "me")
     store.delete("large", "me")
     assert store._bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "thought"),
+    [
+        ([("so it is", "", 4), ("", "", 1), ("", "fine", 2)], 5),  # the second token ends the reasoning
+        ([("so it is", "", 4), (" so", "I look", 6)], 6),  # a third of the letters
+        ([("so", "I look at it all", 9)], 1),
+        ([("", "fine", 3)], 0),
+    ],
+)
+def test_reasoning_is_counted_by_its_share_of_a_piece(pieces: list[tuple[str, str, int]], thought: int) -> None:
+    told, turn = object.__new__(OneResponse), Turn()
+    told._thought, told._thought_letters, told._thinks = 0, 0, True
+    for reasoning, text, tokens in [*pieces, ("", "more", 5)]:
+        turn.reasoning += reasoning
+        turn.text += text
+        turn.ids += range(tokens)
+        told._count(turn)
+    assert told._thought == thought

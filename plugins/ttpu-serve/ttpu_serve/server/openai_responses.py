@@ -75,6 +75,8 @@ class OneResponse:
         self._created = int(time.time())
         self._ids: dict[int, str] = {}
         self._thought = 0  # tokens of reasoning
+        self._thought_letters = 0  # of these tokens
+        self._thinks = True  # nothing but reasoning has come
 
     async def submit(self) -> OutputStreams:
         """Check the request and submit it to the engine."""
@@ -120,10 +122,17 @@ class OneResponse:
         yield event(f"response.{finished['status']}", response=finished)
 
     def _count(self, turn: Turn) -> None:
-        """Count the tokens so far as reasoning while there is nothing else. A piece of several tokens counts for what
-        it ends with."""
-        if turn.reasoning and not turn.text and not turn.calls:
-            self._thought = len(turn.ids)
+        """Count the tokens so far as reasoning while there is nothing else. Of the first piece that holds something
+        else too, count the share that its letters of reasoning have."""
+        if not (self._thinks and turn.reasoning):
+            return
+        letters = len(turn.reasoning) - self._thought_letters
+        others = len(turn.text) + sum(len(call.name) + len(call.arguments) for call in turn.calls)
+        new = len(turn.ids) - self._thought
+        if others and letters:
+            new = max(1, round(new * letters / (letters + others)))
+        self._thought += new if letters or not others else 0
+        self._thought_letters, self._thinks = len(turn.reasoning), not others
 
     def _told(self, step: Step) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield names and values of the events that tell of a step."""
