@@ -184,6 +184,7 @@ def test_default_blocks_are_no_wider_than_a_window_and_narrower_for_wide_heads()
     assert {wide[name] for name in ("sa_block_q", "sa_block_q_dkv", "sa_block_q_dq")} == {256}  # 1 MiB of 4 KiB rows
 
 
+@pytest.mark.tpu_compile
 def test_queries_of_a_causal_sequence_are_in_four_blocks_or_more_unless_they_get_too_small() -> None:
     context = AttentionContext(mesh=Mesh(np.asarray(tpu_topology("v5e:2x4").devices), ("data",)))
     for length, size in ((512, 512), (2048, 512), (4096, 1024), (8192, 2048), (32768, 2048)):

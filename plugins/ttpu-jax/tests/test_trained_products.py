@@ -208,6 +208,7 @@ def test_in_bfloat16_devices_train_as_one(mesh: str) -> None:
         np.testing.assert_allclose(ours[path], value, atol=2e-2, err_msg=path)
 
 
+@pytest.mark.tpu_compile
 def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exists() -> None:
     """The compiled step of eight v5e chips: weights and their gradients cross the links in bfloat16, and loops over
     layers are given float32 masters alone."""
