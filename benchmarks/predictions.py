@@ -64,6 +64,10 @@ class Program:
         asked = ["--topology", self.slice, "--task", self.task, *mesh, *self.options]
         return ["compile-report", config, *asked, "--json"]
 
+    def written(self) -> str:
+        """The command as one writes it in the root of the repository."""
+        return " ".join(["ttpu", *self.command()]).replace(f"{ROOT}/", "")
+
 
 def tensor_8(model: str, *tasks: str, options: tuple[str, ...] = ()) -> list[Program]:
     """Programs on v5e:2x4 and v6e:2x4."""
@@ -182,7 +186,7 @@ def main() -> None:
     programs = {program.name: program for name in asked.only for program in TABLES[name]}
     if not asked.tables:
         for name, program in track(programs.items(), "compiling", console=Console(stderr=True)):
-            results[name] = {"command": " ".join(["ttpu", *program.command()]), **result_of(program)}
+            results[name] = {"command": program.written(), **result_of(program)}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     for name in asked.only:
         write_between(name, "\n".join(table_of(name, results)))
