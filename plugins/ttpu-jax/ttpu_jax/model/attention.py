@@ -21,7 +21,7 @@ from ttpu_jax.model.modules import (
     with_whole_rows,
 )
 from ttpu_jax.model.step_cache import Keys, StepCache
-from ttpu_jax.ops.matmul.rings import gathered_product, scattered_product
+from ttpu_jax.ops.matmul.rings import gathered_product, heads_outside, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
@@ -89,6 +89,8 @@ class Attention(nnx.Module):
         both = None
         if own_keys and self.q_norm is None and self.k_norm is None and self.runtime.rotates_by_product:
             both = self._position(fused[..., : group + 1, :], None, step)  # in one product
+            ring = ring_of(x, self.runtime)
+            both = both if ring is None else heads_outside(both, ring)
         query = self._position(fused[..., :group, :], self.q_norm, step) if both is None else both[..., :group, :]
         if spec.query_temperature is not None:
             factor = query_factor(spec.query_temperature, step.query_positions)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 StreamForm = Literal["whole", "auto", "rings"]
@@ -77,12 +78,19 @@ def gathered_product(
     """
 
     def local(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        return _gathered(x, lambda rows: _product(rows, kernel, bias).astype(x.dtype), ring)
+        return _heads_outside(_gathered(x, lambda rows: _product(rows, kernel, bias).astype(x.dtype), ring))
 
     rank = len(kernel.shape)
     specs = (ring.cut_rows, ring.kernel(rank, shared), ring.kernel(rank - 1, shared))
     out = PartitionSpec(ring.batch or None, None, *ring.kernel(rank - 1, shared))
     return ring.run(local, (x, kernel, bias), specs, out)
+
+
+def heads_outside(x: jax.Array, ring: Ring) -> jax.Array:
+    """x [batch, seq, kv_heads, ..., dim], whose heads the devices share, as a TPU lays it out with tokens within heads:
+    then its slices of heads are no copies."""
+    specs = PartitionSpec(ring.batch or None, None, ring.axis)
+    return ring.run(_heads_outside, (x,), (specs,), specs)
 
 
 def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, ring: Ring) -> jax.Array:
@@ -155,6 +163,10 @@ def ring_mlp(
     of_up = ring.kernel(rank, rank - 2), ring.kernel(rank - 1, rank - 2)
     of_down = ring.kernel(2, 1), PartitionSpec()
     return ring.run(local, (x, up, down), (ring.cut_rows, of_up, of_down), ring.cut_rows)
+
+
+def _heads_outside(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout((0, *range(2, x.ndim - 1), 1, x.ndim - 1)))
 
 
 def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -41,7 +41,7 @@ def write(
     if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
         assert context is not None
         return _by_int8_kernel(kv, key, value, batch, context)
-    rows, scales = rows_of(kv, key, value)
+    rows, scales = rows_of(kv, key, value, many=batch.max_queries > 1)
     if on_tpu and kv.scales is None and value is not None and by_kernel:
         assert context is not None
         return replace(kv, pages=_by_kernel(kv, rows, batch, context))
