@@ -125,9 +125,7 @@ def is_paired(kv: PagedKV) -> bool:
     return bool(kv.combined) and kv.scales is not None and not kv.value_in_key
 
 
-def rows_of(
-    kv: PagedKV, key: jax.Array, value: jax.Array | None, *, many: bool = False
-) -> tuple[jax.Array, jax.Array | None]:
+def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The entries that the pages of `kv` store for new tokens, one slot per token, and their scales (or None).
 
     Args:
@@ -140,10 +138,7 @@ def rows_of(
     planes = [widened(key, width)] if value is None else [widened(key, width), widened(value, width)]
     tokens = key.shape[0]
     if kv.combined:
-        rows = jnp.stack(planes, axis=2)
-        if many:
-            rows = with_layout_constraint(rows, Layout((1, 2, 0, 3)))
-        rows = rows.reshape(tokens, kv.combined, -1, width)
+        rows = jnp.stack(planes, axis=2).reshape(tokens, kv.combined, -1, width)
         more = kv.pages.shape[2] * kv.pages.shape[3] // width // kv.combined - rows.shape[2]
         rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0)))
         if kv.scales is None and parts > 1:

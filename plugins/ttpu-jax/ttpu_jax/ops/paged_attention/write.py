@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from ttpu_jax.ops.attention.context import AttentionContext
@@ -41,7 +41,7 @@ def write(
     if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
         assert context is not None
         return _by_int8_kernel(kv, key, value, batch, context)
-    rows, scales = rows_of(kv, key, value, many=batch.max_queries > 1)
+    rows, scales = rows_of(kv, key, value)
     if on_tpu and kv.scales is None and value is not None and by_kernel:
         assert context is not None
         return replace(kv, pages=_by_kernel(kv, rows, batch, context))
@@ -66,7 +66,13 @@ def _whole_rows(kv: PagedKV) -> bool:
 
 def _by_kernel(kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext) -> jax.Array:
     """The pages with rows [tokens, rows, width] in the tokens' slots."""
-    run = partial(page_write.write_rows, single=batch.max_queries == 1)
+    single = batch.max_queries == 1
+
+    def run(pages: jax.Array, rows: jax.Array, *arguments: jax.Array) -> jax.Array:
+        if not single:  # copied once to the kernel's order, and not each head's keys and values before
+            rows = with_layout_constraint(rows, Layout((1, 0, 2)))
+        return page_write.write_rows(pages, rows, *arguments, single=single)
+
     if context.mesh is not None:
         heads = context.head_axes or None
         of_pages, whole = PartitionSpec(None, None, heads), PartitionSpec()
@@ -78,7 +84,7 @@ def _by_kernel(kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: Attent
             check_vma=False,
         )
     slots = batch.slots[kv.group]
-    owners = slots if batch.max_queries == 1 else batch.rows  # in the former case nobody reads them
+    owners = slots if single else batch.rows  # in the former case nobody reads them
     written: jax.Array = run(kv.pages, rows, slots, owners, batch.query_starts)
     return written
 
