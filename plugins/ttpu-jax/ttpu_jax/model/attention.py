@@ -21,7 +21,7 @@ from ttpu_jax.model.modules import (
     with_whole_rows,
 )
 from ttpu_jax.model.step_cache import Keys, StepCache
-from ttpu_jax.ops.matmul.rings import gathered_product, heads_outside, scattered_product
+from ttpu_jax.ops.matmul.rings import Ring, gathered_product, heads_outside, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
@@ -62,7 +62,7 @@ class Attention(nnx.Module):
         Raises:
             ValueError: neither this layer nor another gave keys.
         """
-        if self.gate is not None or self.value is not None or not self.qkv.is_plain:
+        if self._ring(x) is None:
             x = with_whole_rows(x, self.runtime)  # once for several products
         query, own = self._project(x, step)
         positions = step.query_positions
@@ -86,12 +86,15 @@ class Attention(nnx.Module):
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
+        ring = self._ring(x)
         both = None
-        if own_keys and self.q_norm is None and self.k_norm is None and self.runtime.rotates_by_product:
-            both = self._position(fused[..., : group + 1, :], None, step)  # in one product
-            ring = ring_of(x, self.runtime)
-            both = both if ring is None else heads_outside(both, ring)
+        # Of few tokens queries and keys are turned in one product. Of many, whose rows a ring exchanges, slices of the
+        # result would be copied.
+        without_norms = self.q_norm is None and self.k_norm is None
+        if own_keys and without_norms and self.runtime.rotates_by_product and ring is None:
+            both = self._position(fused[..., : group + 1, :], None, step)
         query = self._position(fused[..., :group, :], self.q_norm, step) if both is None else both[..., :group, :]
+        query = query if ring is None else heads_outside(query, ring)
         if spec.query_temperature is not None:
             factor = query_factor(spec.query_temperature, step.query_positions)
             query = (query * factor[:, :, None, None, None]).astype(query.dtype)
@@ -107,10 +110,13 @@ class Attention(nnx.Module):
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""
-        ring = ring_of(x, self.runtime)
-        if ring is None or self.gate is not None or self.value is not None or not self.qkv.is_plain:
-            return self.qkv(x)
-        return gathered_product(x, *self.qkv.arrays, ring)
+        ring = self._ring(x)
+        return self.qkv(x) if ring is None else gathered_product(x, *self.qkv.arrays, ring)
+
+    def _ring(self, x: jax.Array) -> Ring | None:
+        """The devices that exchange the rows of x [batch, seq, hidden] while they compute queries, keys and values."""
+        alone = self.gate is None and self.value is None and self.qkv.is_plain
+        return ring_of(x, self.runtime) if alone else None
 
     def _clip(self, x: jax.Array) -> jax.Array:
         bound = self.spec.clip_qkv
