@@ -20,7 +20,7 @@ from ttpu_jax.model.modules import (
     value_of,
     with_whole_rows,
 )
-from ttpu_jax.model.step_cache import Keys, StepCache
+from ttpu_jax.model.step_cache import Keys, PagedKeys, StepCache
 from ttpu_jax.ops.matmul.rings import Ring, gathered_product, heads_outside, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
@@ -78,7 +78,11 @@ class Attention(nnx.Module):
             )
         query = self._one_map_each(query)
         mixed = keys.attend(query, positions, self.spec.one_map_each, self.runtime, value_of(self.sinks))
-        return self._finish(self._difference(mixed), x), cache, keys
+        out = self._finish(self._difference(mixed), x)
+        if isinstance(keys, PagedKeys) and keys.batch.max_queries > 1:
+            # A kernel may leave padding uninitialised. Here zeros cost nothing: the residual stream is added next.
+            out = jnp.where(step.valid[..., None], out, 0)
+        return out, cache, keys
 
     def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has

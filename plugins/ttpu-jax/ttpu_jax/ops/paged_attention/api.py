@@ -45,7 +45,8 @@ def paged_attention(
             in steps that the reference computes; False leaves these to the other kernel or the reference.
 
     Returns:
-        [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; padding tokens have finite values.
+        [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; those of padding tokens may be no
+            numbers.
     """
     kept = kv.pages.dtype
     why = serves(spec, context.platform, kept, value_in_key=kv.value_in_key)

@@ -48,6 +48,7 @@ def padded_heads(heads: int, dtype: np.dtype[Any], halves: int = 1) -> int:
 
 def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, spec: AttentionSpec, kind: str) -> jax.Array:
     """Attention of one device's queries. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype.
+    The kernel leaves blocks of tokens without a query uninitialised.
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
@@ -88,9 +89,7 @@ def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, spec: AttentionSpe
         num_kv_pages_per_block=kv_pages,
         num_queries_per_block=q_block,
     )
-    mixed = mixed.reshape(tokens, -1, group, width)[:, :heads, :, : spec.value_dim]
-    # The kernel leaves blocks without a query uninitialised.
-    return jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
+    return mixed.reshape(tokens, -1, group, width)[:, :heads, :, : spec.value_dim]
 
 
 def _tiled(heads: int, packing: int) -> bool:
