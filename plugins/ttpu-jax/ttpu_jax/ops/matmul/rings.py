@@ -155,10 +155,10 @@ def ring_mlp(
     def local(
         x: jax.Array, up: tuple[jax.Array, jax.Array | None], down: tuple[jax.Array, jax.Array | None]
     ) -> jax.Array:
-        def multiply(rows: jax.Array) -> jax.Array:
-            return _product(activate(_product(rows, *up)).astype(x.dtype), down[0])
+        def lowered(raised: jax.Array) -> jax.Array:
+            return _product(activate(raised).astype(x.dtype), down[0])
 
-        return _round(x, multiply, down[1], ring)
+        return _round(x, lambda rows: _product(rows, *up), lowered, down[1], ring)
 
     of_up = ring.kernel(rank, rank - 2), ring.kernel(rank - 1, rank - 2)
     of_down = ring.kernel(2, 1), PartitionSpec()
@@ -181,26 +181,35 @@ def _sent(x: jax.Array, ring: Ring, to: int) -> jax.Array:
     return jax.lax.ppermute(x, ring.axis, [(place, (place + to) % ring.size) for place in range(ring.size)])
 
 
-def _round(x: jax.Array, multiply: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
-    """The sums over all devices of multiply(rows), plus bias [out], for the device's own rows x [batch, rows, in]:
+def _round(x: jax.Array, up: Multiply, down: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
+    """The sums over all devices of down(up(rows)), plus bias [out], for the device's own rows x [batch, rows, in]:
     [batch, rows, out] in x's dtype. The two halves of a device's rows visit the others in opposite directions, and each
-    is followed by its sums."""
+    is followed by its sums. While the first rows travel, the first half of a device's own rows is multiplied by the
+    first kernel; while the last sums travel, the second half is."""
     half = x.shape[1] // 2
-    ahead, behind = x[:, :half], x[:, half:]
+    first, second = x[:, :half], x[:, half:]
+    rows, own = _both_ways((first, second), ring), up(first)
+    rows, own = jax.lax.optimization_barrier((rows, own))  # else all of own rows would be multiplied at the end
     sums: tuple[jax.Array, jax.Array] | None = None
-    for _ in range(1, ring.size):
-        ahead, behind = _sent(ahead, ring, 1), _sent(behind, ring, -1)
-        part = multiply(jnp.concatenate([ahead, behind], axis=1))
+    for turn in range(1, ring.size):
+        part = down(up(jnp.concatenate(rows, axis=1)))
         if sums is not None:
             part = part + jnp.concatenate(sums, axis=1)
         part = part.astype(x.dtype)
-        sums = _sent(part[:, :half], ring, 1), _sent(part[:, half:], ring, -1)
-    own = multiply(x)
+        sums = _both_ways((part[:, :half], part[:, half:]), ring)
+        if turn < ring.size - 1:
+            rows = _both_ways(rows, ring)
+    result = down(jnp.concatenate([own, up(second)], axis=1))
     if sums is not None:
-        own = own + jnp.concatenate(sums, axis=1)
+        result = result + jnp.concatenate(sums, axis=1)
     if bias is not None:
-        own = own + bias.astype(jnp.float32)
-    return own.astype(x.dtype)
+        result = result + bias.astype(jnp.float32)
+    return result.astype(x.dtype)
+
+
+def _both_ways(halves: tuple[jax.Array, jax.Array], ring: Ring) -> tuple[jax.Array, jax.Array]:
+    """What the devices before and behind this one have sent: the first half goes ahead, the second one back."""
+    return _sent(halves[0], ring, 1), _sent(halves[1], ring, -1)
 
 
 def _scattered(sums: jax.Array, ring: Ring) -> jax.Array:
