@@ -316,6 +316,7 @@ class CompilesAhead(Protocol):
         plan: Any = None,
         attn_implementation: str = "auto",
         quantization: Any = None,
+        residual_stream: str = "auto",
         progress: Callable[[str, float, float], None] | None = None,
     ) -> Any:
         """Compile an engine's programs for a slice that need not be there, and keep them.
@@ -328,6 +329,7 @@ class CompilesAhead(Protocol):
             plan: a plan, or its file, in place of a strategy.
             attn_implementation: as for loading.
             quantization: of the weights, as for loading.
+            residual_stream: as for loading.
             progress: called as progress("compile", programs done, programs in all).
 
         Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from ttpu_core.spec.rope import RopeSpec
 from ttpu_core.spec.short_convolution import short_convolution
 from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
+from ttpu_jax.ops.matmul import rings
 from ttpu_jax.ops.matmul.rings import (
     Ring,
     StreamForm,
@@ -84,7 +86,9 @@ class TestProducts:
         np.testing.assert_array_equal(found, table[rows])
         assert found.sharding.spec[1] == "tensor"
 
-    def test_an_mlp_gathers_and_scatters(self, size: int) -> None:
+    @pytest.mark.parametrize("early", [False, True])
+    def test_an_mlp_gathers_and_scatters(self, size: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rings, "_links_take_longer", lambda *_: early)
         x = draw(2, size * ROWS, HIDDEN)
         up, down = (draw(2, size * INNER, HIDDEN), draw(2, size * INNER)), (draw(HIDDEN, size * INNER), draw(HIDDEN))
 
@@ -279,3 +283,14 @@ class TestOnTPUs:
         runtime = Runtime(local_placement("data=2,tensor=4"), stream="auto")
         assert ring_of(jnp.zeros((2, 512, 4)), runtime) is not None
         assert ring_of(jnp.zeros((2, 256, 4)), runtime) is None
+
+
+class TestWhatTakesLonger:
+    """Of a turn of an MLP with 4,096 features, rows and sums on their way, or products."""
+
+    @pytest.mark.parametrize(("kind", "links"), [("TPU v5 lite", False), ("TPU v6 lite", True), ("cpu", False)])
+    def test_rows_leave_early_where_links_do(self, kind: str, links: bool) -> None:
+        device = SimpleNamespace(device_kind=kind)
+        of_chips: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device], object)))
+        x = jnp.zeros((1, 256, 4096), jnp.bfloat16)
+        assert rings._links_take_longer(x, 3 * 4096 * 1792, of_chips) == links

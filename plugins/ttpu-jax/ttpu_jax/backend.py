@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import numpy as np
@@ -43,6 +43,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.matmul.choice import ROWS, product_choices
+from ttpu_jax.ops.matmul.rings import StreamForm
 from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import random_parameters
@@ -388,6 +389,7 @@ class JaxBackend:
         plan: Any = None,
         attn_implementation: str = "auto",
         quantization: Any = None,
+        residual_stream: str = "auto",
         progress: ProgressCallback | None = None,
     ) -> Ahead:
         """Compile an engine's programs for a slice that need not be there: see `ttpu_core.backend.CompilesAhead` and
@@ -403,6 +405,7 @@ class JaxBackend:
             plan=plan,
             attn_implementation=attn_implementation,
             quantization=quantization,
+            residual_stream=cast(StreamForm, residual_stream),  # loading's options have checked it
             progress=progress,
         )
 

@@ -184,6 +184,21 @@ def test_options_are_written_as_they_are_typed() -> None:
     )
 
 
+def test_the_form_of_the_residual_stream_reaches_the_compiler(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def compile_slice(*arguments: Any, residual_stream: str, **options: Any) -> None:
+        found.append(residual_stream)
+        raise RequestError("enough")
+
+    monkeypatch.setattr("ttpu_jax.runner.slices.compile_slice", compile_slice)
+    refused(config, "--topology", "v5e:1x1")
+    refused(config, "--topology", "v5e:1x1", "--residual-stream", "whole")
+    assert found == ["auto", "whole"]
+    error = refused(config, "--topology", "v5e:1x1", "--residual-stream", "half")
+    assert "residual_stream='half'" in str(error) and "whole" in str(error)
+
+
 def test_the_quantization_of_a_config_and_that_asked_for_reach_the_compiler(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def compile_ahead(
     strategy: Strategy = DEFAULT_STRATEGY,
     attn_implementation: str = "auto",
     use_pallas: UsePallas = "auto",
+    residual_stream: StreamForm = "auto",
     only: Callable[[Program], bool] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     store: bool = False,
@@ -177,6 +178,7 @@ def compile_ahead(
     Args:
         mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`).
         use_pallas: of the products with quantized kernels, see `ttpu_core.quantization.QuantizationConfig`.
+        residual_stream: as for loading.
         only: which programs; None is all.
         progress: called with the name of what was compiled, how many are done, and how many there are.
         store: keep executables for a machine that has such a slice, and do not compile what was kept before.
@@ -189,7 +191,9 @@ def compile_ahead(
         MissingDependencyError: libtpu is not installed.
     """
     topology = tpu_topology(topology_name)
-    runner = abstract_runner(architecture, topology, config, dtype, mesh, strategy, attn_implementation, use_pallas)
+    runner = abstract_runner(
+        architecture, topology, config, dtype, mesh, strategy, attn_implementation, use_pallas, residual_stream
+    )
     placement = runner.runtime.placement
     kept = ExecutableCache(placement.devices) if store else None
     if progress is not None:

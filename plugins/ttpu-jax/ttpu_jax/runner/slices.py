@@ -16,6 +16,7 @@ from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelis
 from ttpu_core.sharding.request import the_one_given
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_jax.aot.topology import tpu_topology
+from ttpu_jax.ops.matmul.rings import StreamForm
 from ttpu_jax.parallel import planned
 from ttpu_jax.runner.ahead import Ahead, compile_ahead
 from ttpu_jax.runner.page_count import remember_pages
@@ -34,6 +35,7 @@ def compile_slice(
     plan: Any = None,
     attn_implementation: str = "auto",
     quantization: Any = None,
+    residual_stream: StreamForm = "auto",
     progress: Callable[[str, float, float], None] | None = None,
 ) -> Ahead:
     """Compile an engine's programs for a slice, and store them.
@@ -47,6 +49,7 @@ def compile_slice(
         plan: a plan, or its file, in place of a strategy.
         attn_implementation: as for loading.
         quantization: of the weights, as for loading.
+        residual_stream: as for loading.
         progress: called as progress("compile", programs done, all programs).
 
     Raises:
@@ -74,6 +77,7 @@ def compile_slice(
         strategy=parallelism.strategy,
         attn_implementation=attn_implementation,
         use_pallas="auto" if asked is None else asked.use_pallas,
+        residual_stream=residual_stream,
         progress=on_compile,
         store=True,
     )

@@ -136,6 +136,7 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
             plan=load.plan,
             attn_implementation=load.attn_implementation or "auto",
             quantization=load.quantization,
+            residual_stream=arguments.get("residual_stream", "auto"),
             progress=progress,
         )
     return found

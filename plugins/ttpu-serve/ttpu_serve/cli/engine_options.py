@@ -72,9 +72,13 @@ class EngineOptions(StepOptions):
     max_adapters: Annotated[int | None, _engine("N", "LoRA adapters at once; else those given.", min=1)] = None
     max_lora_rank: Annotated[int | None, _engine("N", "Of adapters that are loaded later.", min=1)] = None
     max_logprobs: Annotated[int | None, _engine("N", "Log-probabilities of a token, at most.", min=1)] = None
+    residual_stream: Annotated[
+        str,
+        _engine("FORM", "auto cuts the rows of long inputs over the tensor axis; whole keeps them on every device."),
+    ] = "auto"
 
     def arguments(self) -> dict[str, Any]:
-        """The `EngineConfig` fields that were given, by name.
+        """The fields of `EngineConfig` and of the backend's `LoadOptions` that were given, by name.
 
         Raises:
             RequestError: an adapter is not NAME=PATH, or the memory is not positive and finite.
@@ -94,6 +98,7 @@ class EngineOptions(StepOptions):
             "max_adapters": self.max_adapters,
             "max_lora_rank": self.max_lora_rank,
             "max_logprobs": self.max_logprobs,
+            "residual_stream": None if self.residual_stream == "auto" else self.residual_stream,
         }
         return super().arguments() | {name: value for name, value in given.items() if value is not None}
 

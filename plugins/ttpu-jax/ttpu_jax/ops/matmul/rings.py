@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
+from ttpu_core.sharding.hardware import chip_of_device_kind
+
 StreamForm = Literal["whole", "auto", "rings"]
 """Where the sequence of the residual stream is cut over the devices that share MLPs and heads: nowhere ("whole"), in
 programs for TPUs of enough tokens ("auto"), or wherever the devices divide the tokens ("rings")."""
@@ -158,7 +160,8 @@ def ring_mlp(
         def lowered(raised: jax.Array) -> jax.Array:
             return _product(activate(raised).astype(x.dtype), down[0])
 
-        return _round(x, lambda rows: _product(rows, *up), lowered, down[1], ring)
+        early = _links_take_longer(x, up[0].size + down[0].size, ring)
+        return _round(x, lambda rows: _product(rows, *up), lowered, down[1], ring, early=early)
 
     of_up = ring.kernel(rank, rank - 2), ring.kernel(rank - 1, rank - 2)
     of_down = ring.kernel(2, 1), PartitionSpec()
@@ -181,30 +184,54 @@ def _sent(x: jax.Array, ring: Ring, to: int) -> jax.Array:
     return jax.lax.ppermute(x, ring.axis, [(place, (place + to) % ring.size) for place in range(ring.size)])
 
 
-def _round(x: jax.Array, up: Multiply, down: Multiply, bias: jax.Array | None, ring: Ring) -> jax.Array:
+def _round(
+    x: jax.Array, up: Multiply, down: Multiply, bias: jax.Array | None, ring: Ring, *, early: bool
+) -> jax.Array:
     """The sums over all devices of down(up(rows)), plus bias [out], for the device's own rows x [batch, rows, in]:
     [batch, rows, out] in x's dtype. The two halves of a device's rows visit the others in opposite directions, and each
     is followed by its sums. While the first rows travel, the first half of a device's own rows is multiplied by the
-    first kernel; while the last sums travel, the second half is."""
+    first kernel; while the last sums travel, the second half is.
+
+    early: rows are there a turn before they are multiplied, so that they follow the sums of the turn before over the
+        links. Otherwise sums wait for rows, where links are slow.
+    """
     half = x.shape[1] // 2
     first, second = x[:, :half], x[:, half:]
     rows, own = _both_ways((first, second), ring), up(first)
     rows, own = jax.lax.optimization_barrier((rows, own))  # else all of own rows would be multiplied at the end
+    following = _both_ways(rows, ring)
     sums: tuple[jax.Array, jax.Array] | None = None
     for turn in range(1, ring.size):
         part = down(up(jnp.concatenate(rows, axis=1)))
         if sums is not None:
             part = part + jnp.concatenate(sums, axis=1)
-        part = part.astype(x.dtype)
+        part, rows = part.astype(x.dtype), following
+        if turn < ring.size - 2:
+            following = _both_ways(rows, ring)
+            if early:
+                part, following = jax.lax.optimization_barrier((part, following))
         sums = _both_ways((part[:, :half], part[:, half:]), ring)
-        if turn < ring.size - 1:
-            rows = _both_ways(rows, ring)
     result = down(jnp.concatenate([own, up(second)], axis=1))
     if sums is not None:
         result = result + jnp.concatenate(sums, axis=1)
     if bias is not None:
         result = result + bias.astype(jnp.float32)
     return result.astype(x.dtype)
+
+
+def _links_take_longer(x: jax.Array, numbers: int, ring: Ring) -> bool:
+    """Whether the rows and sums of a turn travel longer than its products take, on the chips of the ring.
+
+    Args:
+        x: [batch, rows, features], a device's own rows.
+        numbers: those of a device's share of the kernels.
+        ring: the devices.
+    """
+    chip = chip_of_device_kind(ring.mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return False
+    rows_and_sums = x.size * x.dtype.itemsize / chip.ici_bytes_per_second  # half of either in each direction
+    return rows_and_sums > 2 * x.shape[0] * x.shape[1] * numbers / chip.bf16_flops
 
 
 def _both_ways(halves: tuple[jax.Array, jax.Array], ring: Ring) -> tuple[jax.Array, jax.Array]:
