@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from paged_cases import ragged
 
 from ttpu_core.quantization import QuantizationConfig, quantize_spec
 from ttpu_core.spec import (
@@ -30,8 +31,10 @@ from ttpu_core.spec import (
 )
 from ttpu_core.spec.rope import RopeSpec
 from ttpu_core.spec.short_convolution import short_convolution
+from ttpu_jax.model import step_cache
 from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
+from ttpu_jax.model.paged import paged_layout
 from ttpu_jax.ops.matmul import rings
 from ttpu_jax.ops.matmul.rings import (
     Ring,
@@ -41,6 +44,7 @@ from ttpu_jax.ops.matmul.rings import (
     scattered_product,
     scattered_rows,
 )
+from ttpu_jax.ops.paged_attention import paged_attention
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import local_placement
 
@@ -294,3 +298,30 @@ class TestWhatTakesLonger:
         of_chips: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device], object)))
         x = jnp.zeros((1, 256, 4096), jnp.bfloat16)
         assert rings._links_take_longer(x, 3 * 4096 * 1792, of_chips) == links
+
+
+@pytest.mark.parametrize("stream", ["rings", "whole"])
+def test_padding_that_a_kernel_leaves_uninitialised_goes_no_further(
+    stream: StreamForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = architecture(*(LAYERS["norms behind the sub-layers too, and soft caps"],) * 2)
+    case = ragged([3, 7], [3, 7], tokens=16)
+    found, padding = Model(spec, "tensor=4", stream), np.asarray(case.batch.positions) < 0
+    layout = paged_layout(found.spec, 64)
+
+    def step() -> np.ndarray:
+        kind = np.dtype(np.float32)
+        caches = found.model.empty_paged_cache(layout, (case.num_pages,) * len(layout.groups), 2, 4, kind, kind)
+        hidden, _ = jax.jit(found.model.ragged_forward)(found.params, tokens(1)[0], case.batch, caches)
+        return np.asarray(hidden)
+
+    expected = step()
+
+    def uninitialised(*arguments: Any, **options: Any) -> jax.Array:
+        return jnp.where(padding[:, None, None, None], jnp.nan, paged_attention(*arguments, **options))
+
+    monkeypatch.setattr(step_cache, "paged_attention", uninitialised)
+    jax.clear_caches()
+    left = step()
+    np.testing.assert_array_equal(left[~padding], expected[~padding])
+    assert np.isfinite(left).all()

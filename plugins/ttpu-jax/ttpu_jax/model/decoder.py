@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -282,8 +283,12 @@ class Decoder(nnx.Module):
         turned = tuple((cos.swapaxes(0, 1), sin.swapaxes(0, 1)) for cos, sin in angles)
         step = Step(positions, turned, batch.adapters)
         placement, kernels = self.runtime.placement, self.runtime.attention != REFERENCE.name
+        in_ring = ring_of(jax.ShapeDtypeStruct((*positions.shape, self.spec.hidden_size), np.float32), self.runtime)
         x, caches, _ = self._through_layers(
-            tokens[None], step, caches, lambda held, _: PagedCache(held, batch, placement, kernels)
+            tokens[None],
+            step,
+            caches,
+            lambda held, _: PagedCache(held, batch, placement, kernels, in_ring=in_ring is not None),
         )
         return self.finished(x)[0], caches
 

@@ -317,12 +317,14 @@ class PagedCache:
         batch: the sequence of each token, and the page table and state slot of each sequence.
         placement: of the pages.
         kernels: whether kernels write pages that are not quantized, else XLA's scatter.
+        in_ring: the devices of a ring exchange the tokens' rows, and lay keys and values out with tokens within heads.
     """
 
     held: Any
     batch: RaggedBatch
     placement: Placement = field(metadata={"static": True})
     kernels: bool = field(default=True, metadata={"static": True})
+    in_ring: bool = field(default=False, metadata={"static": True})
 
     @part(Part.CACHE)
     def write(self, key: jax.Array, value: jax.Array) -> tuple[PagedCache, Keys]:
@@ -330,7 +332,9 @@ class PagedCache:
         the updated cache and the pages for queries to attend to."""
         context = _pages_context(self.placement, key.shape[1])
         rows = key[0].swapaxes(0, 1), value[0].swapaxes(0, 1)
-        pages = write(self.held, *rows, self.batch, context=context, by_kernel=self.kernels)
+        pages = write(
+            self.held, *rows, self.batch, context=context, by_kernel=self.kernels, heads_outside=self.in_ring
+        )
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
     @part(Part.ATTENTION)

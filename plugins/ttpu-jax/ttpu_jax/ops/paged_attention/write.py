@@ -25,6 +25,7 @@ def write(
     *,
     context: AttentionContext | None = None,
     by_kernel: bool = True,
+    heads_outside: bool = False,
 ) -> PagedKV:
     """The pages with each token's key and value in its slot. Those of padding tokens may be left out.
 
@@ -36,6 +37,7 @@ def write(
         context: the mesh, the axes that shard KV heads, the platform. On a TPU kernels write pages with values beside
             keys; without a context, none does.
         by_kernel: let a kernel write pages that are not quantized to int8, else XLA's scatter.
+        heads_outside: keys and values are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
     """
     on_tpu = context is not None and context.platform == "tpu"
     if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
@@ -44,7 +46,7 @@ def write(
     rows, scales = rows_of(kv, key, value)
     if on_tpu and kv.scales is None and value is not None and by_kernel:
         assert context is not None
-        return replace(kv, pages=_by_kernel(kv, rows, batch, context))
+        return replace(kv, pages=_by_kernel(kv, rows, batch, context, heads_outside))
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
     page, offset = slots // size, slots % size
@@ -64,14 +66,16 @@ def _whole_rows(kv: PagedKV) -> bool:
     return kv.scales is not None and kv.scales.shape[2] == LANES
 
 
-def _by_kernel(kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext) -> jax.Array:
+def _by_kernel(
+    kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext, heads_outside: bool
+) -> jax.Array:
     """The pages with rows [tokens, rows, width] in the tokens' slots."""
     single = batch.max_queries == 1
 
     def run(pages: jax.Array, rows: jax.Array, *arguments: jax.Array) -> jax.Array:
-        if not single:
-            # Keys and values come with tokens within heads. They are copied to the kernel's order together, and not each
-            # before. (A copy between arrays of four and three dimensions is predicted to take half as long.)
+        if heads_outside:
+            # Keys and values are copied to the kernel's order together, and not each before. (A copy between arrays of
+            # four and three dimensions is predicted to take half as long.)
             rows = with_layout_constraint(rows[:, None], Layout((1, 2, 0, 3)))[:, 0]
         return page_write.write_rows(pages, rows, *arguments, single=single)
 
