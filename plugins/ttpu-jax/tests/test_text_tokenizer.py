@@ -131,9 +131,10 @@ print([name for name in ("torch", "transformers", "jax.experimental.pallas") if 
 """
 
 
-def test_generate_imports_neither_transformers_nor_pallas(tmp_path: Path) -> None:
+def test_generate_imports_neither_transformers_nor_pallas_and_keeps_its_programs(notes: Path) -> None:
     """They would take half of the time until the first program is compiled."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     printed = [
         subprocess.run(
             [sys.executable, "-c", GENERATED, str(SHIPPED)], capture_output=True, text=True, env=environment, check=True
@@ -142,3 +143,5 @@ def test_generate_imports_neither_transformers_nor_pallas(tmp_path: Path) -> Non
     ]
     (*first, before), (*second, after) = printed
     assert first == second and "transformers" in before and after == "[]"
+    kept = {file.name.split("-")[0] for file in (notes.parent / "jax").rglob("*-cache")}
+    assert {"jit__prefill", "jit__decode"} <= kept

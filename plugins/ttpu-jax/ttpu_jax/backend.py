@@ -90,6 +90,8 @@ class JaxBackend:
         """
         began = time.perf_counter()
         initialize()
+        if options.purpose == "generate":
+            self.keep_compiled()
         check_supported(architecture.spec)
         if options.random_seed is not None and options.quantization is not None:
             raise RequestError(
