@@ -154,12 +154,23 @@ def test_the_busiest_device_has_more_choices_the_fewer_there_are() -> None:
     assert busiest_share(replace(mixture, experts_per_token=1), 1, 8) <= 8  # one device has them all
 
 
-def test_a_single_row_gains_nothing_from_whole_experts() -> None:
-    """Of eight choices the busiest of eight devices has three: it reads three experts, and not eight eighths."""
-    spec, topology = published(QWEN), parse_topology("v6e:2x4")
-    whole = estimate_time(spec, {"expert": 8}, topology, Workload("decode", 1, 128))
-    shared = estimate_time(spec, {"expert": 2, "tensor": 4}, topology, Workload("decode", 1, 128))
-    assert whole.hbm > 1.5 * shared.hbm
+def test_few_rows_read_and_multiply_as_much_as_the_busiest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row's eight choices the busiest of eight devices has three, and not one."""
+    spec, topology, one_row = published(QWEN), parse_topology("v6e:2x4"), Workload("decode", 1, 128)
+    found = estimate_time(spec, {"expert": 8}, topology, one_row)
+    even = []
+    for share in (1.0, 2.0):
+        monkeypatch.setattr("ttpu_plan.cost.busiest_share", lambda *_, share=share: share)
+        even.append(estimate_time(spec, {"expert": 8}, topology, one_row))
+    monkeypatch.undo()
+    mixture = spec.layers[0].mlp
+    assert isinstance(mixture, MoESpec)
+    most = busiest_share(mixture, 1, 8)
+    assert 2.5 < most < 3.5
+    for resource in ("hbm", "compute"):
+        mean, twice = (getattr(one, resource) for one in even)
+        assert twice > mean
+        assert getattr(found, resource) == pytest.approx(mean + (most - 1) * (twice - mean))
 
 
 def test_a_plan_with_rules_is_read_back_as_it_was(tmp_path: Path) -> None:

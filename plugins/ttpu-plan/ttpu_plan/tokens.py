@@ -22,8 +22,6 @@ def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
 
 def axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
     """Return the mesh axes that shard rows or their tokens."""
-    if workload.step is not None:
-        return set()
     return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
 
 
