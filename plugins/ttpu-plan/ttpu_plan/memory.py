@@ -21,6 +21,7 @@ from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
+from ttpu_plan.tokens import axes_of_rows, expert_tokens, local_tokens
 from ttpu_plan.workload import Workload
 from ttpu_plan.zero import stage_of, state_strategy, weight_strategy
 
@@ -235,7 +236,7 @@ def _training(
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
     of_head = {axis for each in head.mesh_axes for axis in each}
-    of_rows = _axes_of_rows(model, workload)
+    of_rows = axes_of_rows(model, workload)
     together = rows * min(tokens, STATE.loss_tokens) * prod(model.mesh[axis] for axis in of_head & of_rows)
     words = head.parameter.shape[0] // prod(model.mesh[axis] for axis in of_head)
     in_loss = {
@@ -293,10 +294,6 @@ def _relaid_masters(state: ModelShards, workload: Workload) -> int:
     return copied
 
 
-def _axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
-    return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
-
-
 def _in_ring(one: ParameterShard, of_rows: set[str]) -> bool:
     """Whether devices sum a kernel's gradient in a ring, so that it is whole on none of them: those along one axis that
     divides rows, if it alone shards one dimension of the kernel."""
@@ -328,7 +325,7 @@ def _kept(model: ModelShards, workload: Workload) -> int:
 
 
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
-    bits, of_rows = BITS[workload.dtype], _axes_of_rows(model, workload)
+    bits, of_rows = BITS[workload.dtype], axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
         gathered = gradient = saved = normalized = 0
@@ -366,14 +363,6 @@ def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
     return spec.groups()
 
 
-def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
-    """Return the number of rows, and of tokens of each row, on one device."""
-    if workload.step is not None:  # whole on each device of a replica
-        return 1, workload.step.tokens
-    rows = workload.rows_at_once // model.devices(axes.BATCH, workload.rows_at_once)
-    return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
-
-
 def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, float]]:
     """Return the shape on one device and the bits per element, scales included, of each array in a layer's cache."""
     batch, slots, mixer = workload.batch, workload.context, layer.mixer
@@ -409,7 +398,7 @@ def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> i
     for one in kind.used:
         if one.of_experts and one.is_matrix:
             assert isinstance(kind.layer.mlp, MoESpec)
-            given = rows * tokens * kind.layer.mlp.experts_per_token
+            given = expert_tokens(model, kind.used, workload) * kind.layer.mlp.experts_per_token
             inner = prod(one.gathered[1:-1])
             if not one.path.endswith("down.kernel"):
                 experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)
