@@ -4,9 +4,9 @@ times.
 
 *Overlap.* Memory reads overlap with compute. Sums over `tensor` and `expert`, and gathers of tokens for experts, stand
 between two products, so nothing overlaps with them, but where the rows of the residual stream are cut
-(`ttpu_core.sharding.stream`): those of dense MLPs go around a ring while their products are computed. Gathering weights,
-reducing gradients, and transfers between slices overlap with the layer before or after. So a layer takes max(compute,
-memory, background communication) + sums.
+(`ttpu_core.sharding.stream`): those of dense MLPs go around a ring while their products are computed. Gathering
+weights, reducing gradients, and transfers between slices overlap with the layer before or after. So a layer takes
+max(compute, memory, background communication) + sums.
 """
 
 from __future__ import annotations

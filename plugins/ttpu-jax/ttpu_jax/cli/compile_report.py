@@ -153,8 +153,8 @@ def compile_report(
         check_picture(picture)
     if plan is not None and (mesh or sharding_rules):
         raise RequestError(
-            f"--plan {plan} and --{'mesh' if mesh else 'sharding-rules'} were given, but a plan has a mesh and rules of "
-            "its own: leave one of them out."
+            f"--plan {plan} and --{'mesh' if mesh else 'sharding-rules'} were given, but a plan has a mesh and rules "
+            "of its own: leave one of them out."
         )
     axes = parse_mesh(mesh) if mesh else None
     options = {
