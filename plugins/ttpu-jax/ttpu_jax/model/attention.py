@@ -87,8 +87,11 @@ class Attention(nnx.Module):
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
         both = None
-        if own_keys and self.q_norm is None and self.k_norm is None and self.runtime.rotates_by_product:
-            both = self._position(fused[..., : group + 1, :], None, step)  # in one product
+        if own_keys and self.runtime.rotates_by_product and self._normed_alike:
+            heads = fused[..., : group + 1, :]
+            if self.q_norm is not None and self.k_norm is not None:
+                heads = self.q_norm.with_last(heads, self.k_norm)
+            both = self._position(heads, None, step)  # in one product
         query = self._position(fused[..., :group, :], self.q_norm, step) if both is None else both[..., :group, :]
         if spec.query_temperature is not None:
             factor = query_factor(spec.query_temperature, step.query_positions)
@@ -102,6 +105,14 @@ class Attention(nnx.Module):
         value = self._clip(maybe(self.v_norm, value))
         turned = self._position(key, self.k_norm, step) if both is None else both[..., group, :]
         return query, (_heads_first(turned), _heads_first(value))
+
+    @property
+    def _normed_alike(self) -> bool:
+        """Whether queries and keys are normed head by head in the same way, if at all, before they are turned."""
+        query, key = self.q_norm, self.k_norm
+        if query is None or key is None:
+            return query is key
+        return not self.spec.qk_norm_after_rope and query.is_like(key)
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""

@@ -181,6 +181,26 @@ class Norm(nnx.Module):
         scale, bias = value_of(self.scale), value_of(self.bias)
         return normalize(x, self.spec, scale, bias, axes=self.over, features=self.features)
 
+    def is_like(self, other: Norm) -> bool:
+        """Whether both norms do the same with the features of a single head, but for the values of scale and bias."""
+        shapes = [getattr(value_of(each), "shape", None) for one in (self, other) for each in (one.scale, one.bias)]
+        of_heads = all(len(shape) == 1 for shape in shapes if shape is not None)
+        same = (self.spec, self.over, self.features) == (other.spec, 1, other.features) and shapes[:2] == shapes[2:]
+        return same and of_heads and self.over == 1
+
+    @part(Part.NORM)
+    def with_last(self, x: jax.Array, of_last: Norm) -> jax.Array:
+        """Norm x [..., heads, features], the last head by `of_last`, which is like this one: the same shape."""
+        is_last = jnp.arange(x.shape[-2])[:, None] == x.shape[-2] - 1
+        scale, bias = (
+            None if one is None else jnp.where(is_last, last, one)
+            for one, last in (
+                (value_of(self.scale), value_of(of_last.scale)),
+                (value_of(self.bias), value_of(of_last.bias)),
+            )
+        )
+        return normalize(x, self.spec, scale, bias, features=self.features)
+
 
 class Linear(nnx.Module):
     """x @ kernel.T + bias, whatever the kernel is: dense, quantized, or with LoRA adapters (`ttpu_jax.ops.kernels`).
