@@ -208,8 +208,8 @@ class TestEstimate:
         heads = "bf16[1,2,2048,128]"
         text = entry(
             f"ROOT %flash_mha_bwd_{gradient}_block_q_major_512_block_k_512.3 = {heads} custom-call(%p), "
-            f'custom_call_target="tpu_custom_call", operand_layout_constraints={{{heads}{{3,2,1,0}}, {heads}{{3,2,1,0}}, '
-            "s32[1,2048,128]{2,1,0}}"
+            f'custom_call_target="tpu_custom_call", operand_layout_constraints={{{heads}{{3,2,1,0}}, '
+            f"{heads}{{3,2,1,0}}, s32[1,2048,128]{{2,1,0}}}}"
         )
         (kernel,) = schedule.estimate(text, "v5e").unmodelled
         square, seen = 2 * 2048**2, (1 + 2 + 3 + 4) / 16

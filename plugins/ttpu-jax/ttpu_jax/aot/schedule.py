@@ -95,8 +95,8 @@ class ScheduleEstimate:
     allows, during which copies and collectives in the background go on. `hbm_seconds` is what all bytes between HBM and
     the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
     core's own reads have the whole bandwidth at once. `total_seconds` counts kernels at the shares of the chip's rates
-    that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and so what else has no estimate of the compiler, such as gathers of
-    rows, scatters and sorts, with what they move between HBM and the core; it lets copies in the background and the
+    that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and so what else has no estimate of the compiler, such as gathers
+    of rows, scatters and sorts, with what they move between HBM and the core; it lets copies in the background and the
     core's own reads have half of the bandwidth each while both go on."""
 
     seconds: float
