@@ -31,7 +31,8 @@ from ttpu_core.spec.arithmetic import (
 )
 from ttpu_plan.estimate import TimeEstimate
 from ttpu_plan.links import Links, links_of
-from ttpu_plan.memory import layer_cache_shapes, local_tokens, weight_bytes
+from ttpu_plan.activations import keeps_attention, kept_share, local_tokens, product_is_needed
+from ttpu_plan.memory import layer_cache_shapes, weight_bytes
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
@@ -109,14 +110,14 @@ class _Program:
         return self.workload.task == "train"
 
     @property
-    def forwards(self) -> int:
-        """How often a layer's products are computed forwards: again for its gradient where they are not kept."""
-        return 1 + (self.trains and self.workload.settings.remat in ("full", "auto"))
+    def remat(self) -> str:
+        """What a training step computes again."""
+        return "full" if self.workload.settings.remat == "auto" else self.workload.settings.remat
 
-    @property
-    def products(self) -> int:
-        """Products for each weight: forwards, and two for the gradients of inputs and weights."""
-        return self.forwards + 2 * self.trains
+    def forwards(self, one: ParameterShard, kind: LayerShards) -> float:
+        """How often a product is computed forwards: again for the gradient where its result is read and not kept."""
+        again = self.trains and product_is_needed(one, kind)
+        return 1 + again * (1 - kept_share(one, kind.layer, self.remat))
 
     def layer(self, kind: LayerShards) -> _Part:
         """One layer, forwards and back."""
@@ -129,11 +130,13 @@ class _Program:
             if one.is_matrix:
                 used, active = expert_shares(kind.layer.mlp, rows * tokens) if one.of_experts else (1.0, 1.0)
                 read *= used
-                flops += product_flops(active * prod(one.gathered), rows * tokens)
+                times = self.forwards(one, kind) + 2 * self.trains
+                flops += times * product_flops(active * prod(one.gathered), rows * tokens)
                 ends = (one.gathered[-1] + prod(one.gathered[:-1])) / (one.gathered[0] if one.of_experts else 1)
                 each = kind.layer.mlp.experts_per_token if one.of_experts and isinstance(kind.layer.mlp, MoESpec) else 1
-                traffic += rows * tokens * each * ends * item
-            traffic += read
+                traffic += times * (rows * tokens * each * ends * item + read)
+            else:
+                traffic += (1 + 2 * self.trains) * read
             self._gather(part, one, bits)
         self._sum_experts(part, kind, rows * tokens)
         for one in kind.used:
@@ -143,13 +146,13 @@ class _Program:
                 if self._in_ring(one, rows, tokens, by):
                     self._in_background(part, "all-reduce", size, by)
                 else:
-                    self._sum(part, size, by)
-        flops += self._attention_flops(kind, rows, tokens)
+                    self._sum(part, size, by, self.forwards(one, kind))
+        flops += (1 + self.trains * (3 - keeps_attention(self.remat))) * self._attention_flops(kind, rows, tokens)
         if self.workload.task != "train":
             traffic += self._cache_traffic(kind)
         self._exchange_keys(part, kind, rows)
-        part.compute = self.products * flops / (self.topology.chip.bf16_flops * MXU_SHARE)
-        part.hbm = self.products * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
+        part.compute = flops / (self.topology.chip.bf16_flops * MXU_SHARE)
+        part.hbm = traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
         return part
 
     def ends(self) -> _Part:
@@ -203,7 +206,7 @@ class _Program:
         stored = weight_bytes([one], self.workload) if not self.trains else tiled_bytes(one.local, bits)
         if over:
             whole = stored * prod(self.model.mesh[a] for a in over)
-            self._in_background(part, "all-gather", whole * self.forwards, over)
+            self._in_background(part, "all-gather", whole * (1 + self.trains), over)
             if self.trains:
                 self._in_background(part, "reduce-scatter", stored, over)
         if self.trains:
@@ -215,14 +218,14 @@ class _Program:
         for one in kind.used:
             if one.of_experts and one.path.endswith("down.kernel"):
                 by = tuple(a for a in (*one.mesh_axes[0], *one.mesh_axes[-1]) if a not in self._token_axes())
-                self._sum(part, tokens * self.model.spec.hidden_size * 4, by)
+                self._sum(part, tokens * self.model.spec.hidden_size * 4, by, self.forwards(one, kind))
 
-    def _sum(self, part: _Part, size: float, by: tuple[str, ...]) -> None:
-        """An all-reduce forwards, and one for the gradient of the product's input."""
+    def _sum(self, part: _Part, size: float, by: tuple[str, ...], forwards: float = 1) -> None:
+        """An all-reduce forwards, as often as given, and one for the gradient of the product's input."""
         if by:
             ici, dcn = self.links.seconds("all-reduce", size, by)
-            part.sums += (self.forwards + self.trains) * ici
-            part.sums_dcn += (self.forwards + self.trains) * dcn
+            part.sums += (forwards + self.trains) * ici
+            part.sums_dcn += (forwards + self.trains) * dcn
 
     def _in_background(self, part: _Part, op: str, size: float, by: tuple[str, ...]) -> None:
         if by:
@@ -238,7 +241,7 @@ class _Program:
             return
         size = rows * self.workload.context * kv_elements(mixer)
         size //= self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
-        times = self.forwards + 2 * self.trains
+        times = 1 + (3 - keeps_attention(self.remat)) * self.trains
         self._in_background(part, "all-gather", times * size * self.workload.bytes_per_element, by)
 
     def _cache_traffic(self, kind: LayerShards) -> float:

@@ -4,7 +4,7 @@ bytes by purpose. The total predicts the TPU compiler's `peak_memory_in_bytes` f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -16,7 +16,7 @@ from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
-from ttpu_core.spec.parameters import norm_names
+from ttpu_plan.activations import kept_beside_input, local_tokens, needed, normalized, working_set
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
@@ -101,7 +101,7 @@ def _inference(model: ModelShards, workload: Workload, chip: Chip | None) -> Mem
     rows, tokens = local_tokens(model, workload)
     item = workload.bytes_per_element
     logits = 2 * tiled_bytes((rows, model.head.gathered[0]), 32)
-    activations = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
+    activations = max((working_set(model, kind, workload) for kind in model.layers), default=0)
     if workload.task == "decode":
         # Scores of attention without a kernel, as some layers have it: float32 logits and their softmax, over all slots
         # that are kept.
@@ -141,7 +141,7 @@ def _serving(model: ModelShards, workload: Workload, shapes: ServedShapes) -> Me
 
 def _of_step(model: ModelShards, workload: Workload) -> int:
     _, tokens = local_tokens(model, workload)
-    widest = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
+    widest = max((working_set(model, kind, workload) for kind in model.layers), default=0)
     return widest + STREAMS * tokens * model.spec.hidden_size * workload.bytes_per_element
 
 
@@ -322,16 +322,14 @@ def _kept(model: ModelShards, workload: Workload) -> int:
     its gradients need."""
     rows, tokens = local_tokens(model, workload)
     stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
-    more: dict[str, Callable[..., int]] = {"none": _all_saved, "dots": _results}
-    kept = more.get(workload.settings.remat, lambda *_: 0)
-    return sum(kind.count * (stream + kept(model, kind, workload)) for kind in model.layers)
+    return sum(kind.count * (stream + kept_beside_input(model, kind, workload)) for kind in model.layers)
 
 
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
     bits, of_rows = BITS[workload.dtype], _axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
-        gathered = gradient = saved = normalized = 0
+        gathered = gradient = saved = in_norms = 0
         of_experts: list[int] = []
         for place, kind in enumerate(layers):
             of_experts = [tiled_bytes(one.gathered, bits) for one in kind.used if one.of_experts]
@@ -340,15 +338,13 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
                 gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
             scattered = [one for one in others if one.local != one.gathered and not _in_ring(one, of_rows)]
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, bits) for one in scattered), 0)
-            if workload.settings.remat == "dots":
-                saved += _saved(model, kind, workload) - _results(model, kind, workload)
-            elif workload.settings.remat != "none":
-                saved += _saved(model, kind, workload)
-            normalized = max(normalized, _normalized(model, kind, workload))
+            if workload.settings.remat != "none":
+                saved += needed(model, kind, workload) - kept_beside_input(model, kind, workload)
+            in_norms = max(in_norms, normalized(model, kind, workload))
         # The layer whose gradient is computed first has the kernels of its mixture one after the other.
         gathered -= sum(of_experts) - max(of_experts, default=0)
         kept = workload.settings.remat == "none"
-        found.append(_Backward(gathered, gradient, saved + (0 if kept else normalized)))
+        found.append(_Backward(gathered, gradient, saved + (0 if kept else in_norms)))
     return max(found, key=lambda turn: turn.total)
 
 
@@ -364,14 +360,6 @@ def _turns(model: ModelShards, workload: Workload) -> list[list[LayerShards]]:
 def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
     """Return `spec.groups()`, cached because it compares many layers."""
     return spec.groups()
-
-
-def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
-    """Return the number of rows, and of tokens of each row, on one device."""
-    if workload.step is not None:  # whole on each device of a replica
-        return 1, workload.step.tokens
-    rows = workload.rows_at_once // model.devices(axes.BATCH, workload.rows_at_once)
-    return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
 
 
 def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, float]]:
@@ -399,51 +387,3 @@ def _scores(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
     slots = kept_slots(layer.mixer, workload.context)
     shape = (workload.batch, layer.mixer.num_kv_heads, slots, layer.mixer.q_per_kv)
     return 2 * tiled_bytes(model.local_shape(CACHE_AXES, shape), 32)
-
-
-def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """What the widest product of a layer gives, in float32; of a mixture's experts also the rows given to them, their
-    results and their sum, each of a token's experts having a row."""
-    rows, tokens = local_tokens(model, workload)
-    widest = experts = 0
-    for one in kind.used:
-        if one.of_experts and one.is_matrix:
-            assert isinstance(kind.layer.mlp, MoESpec)
-            given = rows * tokens * kind.layer.mlp.experts_per_token
-            inner = prod(one.gathered[1:-1])
-            if not one.path.endswith("down.kernel"):
-                experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)
-        elif one.is_matrix:
-            widest = max(widest, 4 * rows * tokens * prod(one.gathered[:-1]))
-    return max(widest, experts)
-
-
-def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """What the gradients of a layer's products need: the input and the result of each, rounded; of a mixture's experts
-    what `_working_set` counts."""
-    rows, tokens = local_tokens(model, workload)
-    item = workload.bytes_per_element
-    experts = products = 0
-    for one in kind.used:
-        if one.of_experts:
-            experts = _working_set(model, kind, workload)
-        elif one.is_matrix:
-            products += item * (one.gathered[-1] + prod(one.gathered[:-1]))
-    return rows * tokens * products + experts
-
-
-def _normalized(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """The inputs of a layer's norms, in float32."""
-    rows, tokens = local_tokens(model, workload)
-    return 4 * rows * tokens * len(norm_names(kind.layer)) * model.spec.hidden_size
-
-
-def _all_saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    return _saved(model, kind, workload) + _normalized(model, kind, workload)
-
-
-def _results(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """The results of a layer's products of weights. Those of a mixture's experts are another operation's."""
-    rows, tokens = local_tokens(model, workload)
-    widths = sum(prod(one.gathered[:-1]) for one in kind.used if one.is_matrix and not one.of_experts)
-    return rows * tokens * widths * workload.bytes_per_element

@@ -16,7 +16,7 @@ from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
-from ttpu_core.sharding.training_state import ELEMENTWISE, UpdateSettings
+from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
@@ -31,8 +31,6 @@ Mesh = dict[str, int]
 
 ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
-
-LEAST_REMAT_FIRST = ("none", "dots", "full")
 
 SHORTEST_PART = 512
 """Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
@@ -297,7 +295,7 @@ def _with_least_remat(
     spec: ArchitectureSpec, mesh: Mesh, workload: Workload, chip: Chip, strategy: Strategy
 ) -> Workload:
     """A training step that computes no more again than is needed to fit; all if it does not fit."""
-    for remat in LEAST_REMAT_FIRST:
+    for remat in reversed(REMATS):
         tried = replace(workload, update=replace(workload.settings, remat=remat))
         if estimate_memory(spec, mesh, tried, strategy, chip).total <= HEADROOM * chip.hbm_bytes:
             break

@@ -26,9 +26,8 @@ from ttpu_jax.params.quantized import shardings_of
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
 
-Remat = Literal["full", "dots", "none"]
-"""What the backward pass computes again instead of keeping it: all of a layer but its input, all but the products of
-weights, or nothing."""
+Remat = Literal["full", "attention", "gate", "dots", "mlp", "none"]
+"""What the backward pass computes again instead of keeping it, see `ttpu_core.sharding.training_state.REMATS`."""
 
 
 @dataclass(frozen=True)
