@@ -23,7 +23,7 @@ from ttpu_train.export import export_run
 from ttpu_train.grpo.reward_models import RewardModel
 from ttpu_train.objectives import Reward
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
-from ttpu_train.throughput import training_flops
+from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.trainer import Trainer
 
 ROWS, SEQ, PAD = 16, 10, 258

@@ -164,6 +164,15 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
     return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.memory.total))
 
 
+def plan_of_mesh(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: Request) -> Plan:
+    """Return the plan for one mesh of some slices.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh cannot divide.
+    """
+    return _plan(spec, fingerprint_of(spec), topology, mesh, request)
+
+
 def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iterator[Mesh]:
     """Return the meshes that a slice's devices and the model's sizes allow: the product of the axes is the number of
     devices.

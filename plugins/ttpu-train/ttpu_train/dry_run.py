@@ -11,7 +11,7 @@ from ttpu_train.config_file import TrainingFile
 from ttpu_train.deepspeed import merged
 from ttpu_train.planned import following_plan, planned_slice, predicted_memory
 from ttpu_train.runner import CompiledTraining
-from ttpu_train.throughput import training_flops
+from ttpu_core.spec.training_flops import training_flops
 
 
 def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:

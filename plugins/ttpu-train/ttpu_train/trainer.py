@@ -50,7 +50,8 @@ from ttpu_train.run import TrainingRun
 from ttpu_train.run_data import RunData
 from ttpu_train.runner import RowLayout, StepSettings, TrainRunner
 from ttpu_train.task_evaluation import TaskEvaluation
-from ttpu_train.throughput import Meter, training_flops
+from ttpu_core.spec.training_flops import training_flops
+from ttpu_train.throughput import Meter
 
 
 @dataclass(frozen=True)
