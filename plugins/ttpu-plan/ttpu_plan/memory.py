@@ -225,7 +225,7 @@ def _training(
         summed = sum(count * weight_bytes(shards, workload, of_sum) for count, shards in _parts(given))
     rounded = relaid = 0
     if not rounds_all:
-        relaid = _relaid_masters(state, workload)
+        rounded, relaid = _rounded_before_loop(state, workload), _relaid_table(state, workload)
     else:
         rounded = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(model))
     head, table = model.head, model.end("embed.embedding")
@@ -271,26 +271,31 @@ def _training(
     )
 
 
-def _relaid_masters(state: ModelShards, workload: Workload) -> int:
-    """Master weights whose features on a device do not fill lanes: the compiler (libtpu 0.0.42) wants them in another
-    order of dimensions than they are given, and copies those of all layers before the loop, and the table of tokens
-    with its moments; not an MLP's fused kernel, which its module takes apart before it rounds it."""
-    bits = BITS[STATE.master_dtype]
-
-    def fills_lanes(one: ParameterShard) -> bool:
-        return one.local[-1] % LANES == 0
-
-    copied = sum(
+def _rounded_before_loop(state: ModelShards, workload: Workload) -> int:
+    """The rounded copy of the weights of all layers whose features on a device do not fill lanes, which a training step
+    makes before its loop over layers (`ttpu_jax.train.step`). Not of an MLP's fused kernel, which its module takes
+    apart before it rounds it."""
+    bits = BITS[workload.dtype]
+    return sum(
         kind.count * weight_bytes([one], workload, bits)
         for kind in state.layers
         for one in kind.parameters
-        if one.is_matrix and not fills_lanes(one) and not one.path.endswith("mlp.gate_up.kernel")
+        if one.is_matrix and not _fills_lanes(one) and not one.path.endswith("mlp.gate_up.kernel")
     )
+
+
+def _relaid_table(state: ModelShards, workload: Workload) -> int:
+    """The table of tokens with its moments where its features on a device do not fill lanes: the compiler (libtpu
+    0.0.42) wants them in another order of dimensions than they are given, and copies them."""
     table = state.end("embed.embedding")
-    if table is not None and not fills_lanes(table):
-        copied += weight_bytes([table], workload, bits)
-        copied += 0 if workload.settings.offload_optimizer else state_bytes(table, 1, workload.settings)
-    return copied
+    if table is None or _fills_lanes(table):
+        return 0
+    moments = 0 if workload.settings.offload_optimizer else state_bytes(table, 1, workload.settings)
+    return weight_bytes([table], workload, BITS[STATE.master_dtype]) + moments
+
+
+def _fills_lanes(one: ParameterShard) -> bool:
+    return one.local[-1] % LANES == 0
 
 
 def _axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
