@@ -47,15 +47,15 @@ def mesh_of(names: tuple[str, ...]) -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("features", [8, 256])
+@pytest.mark.parametrize(("features", "seq"), [(8, 6), (256, 6), (256, 520)])  # with many rows two blocks at once
 @pytest.mark.parametrize("case", MESHES)
-def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features: int, dtype: Any) -> None:
+def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features: int, seq: int, dtype: Any) -> None:
     names, of_kernel, of_rows = MESHES[case]
     mesh = mesh_of(names)
     ring = gradient_ring(mesh, of_kernel, of_rows)
     assert ring is not None and ring.axis == "fsdp"
-    x, kernel = RANDOM.standard_normal((8, 6, 2 * features)), RANDOM.standard_normal((8, features // 4, 2 * features))
-    wanted = jnp.asarray(RANDOM.standard_normal((8, 6, 8, features // 4)), jnp.float32)
+    x, kernel = RANDOM.standard_normal((8, seq, 2 * features)), RANDOM.standard_normal((8, features // 4, 2 * features))
+    wanted = jnp.asarray(RANDOM.standard_normal((8, seq, 8, features // 4)), jnp.float32)
 
     def total(x: Any, kernel: Any, ring: Any) -> jax.Array:
         return (trained_product(x, kernel, dtype, ring).astype(jnp.float32) * wanted).sum()
@@ -76,10 +76,11 @@ def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features:
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=close * np.abs(theirs).max())
 
 
-def test_two_kernels_go_around_both_ways() -> None:
+@pytest.mark.parametrize("seq", [3, 40])
+def test_two_kernels_go_around_both_ways(seq: int) -> None:
     mesh = mesh_of(("fsdp",))
     ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()))
-    x = jnp.asarray(RANDOM.standard_normal((8, 3, 16)), jnp.float32)
+    x = jnp.asarray(RANDOM.standard_normal((8, seq, 16)), jnp.float32)
     kernels = jnp.asarray(RANDOM.standard_normal((2, 5, 16)), jnp.float32)
 
     def total(x: Any, kernels: Any, ring: Any) -> jax.Array:

@@ -366,7 +366,7 @@ def _batch_json(batch: Batch, architecture: Architecture) -> dict[str, Any]:
 def _batch_words(batch: Batch, architecture: Architecture) -> str:
     memory = f"{batch.plan.memory.total / GIB:.1f} of {batch.plan.hbm_bytes / GIB:.1f} GiB"
     return (
-        f"Best batch of {_name(batch.plan)}: {counted(batch.rows, 'row')} (--batch {batch.rows} --remat {batch.remat}), "
+        f"Best batch for {batch.plan.topology}, {batch.plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} --remat {batch.remat}), "
         f"{batch.rows_each} on each device that rows are divided over; {memory}, "
         f"{_milliseconds(batch.plan.seconds)} a step, MFU {batch.mfu(architecture.spec):.0%} at most."
     )
