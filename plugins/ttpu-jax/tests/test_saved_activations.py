@@ -1,5 +1,5 @@
-"""Policies that keep activations by name: gradients are those of computing everything again, less is computed again from
-policy to policy, and what is kept is what the planner counts."""
+"""Policies that keep activations by name: gradients are those of computing everything again, less is computed again
+from policy to policy, and what is kept is what the planner counts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from ttpu_core.errors import RequestError
 from ttpu_core.sharding.training_state import REMATS, SAVED, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
 from ttpu_core.spec.parts import BlockSpec
+from ttpu_jax.cli.compile_report import RematChoice
 from ttpu_jax.model.causal_model import Remat, causal_model
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.ops.saved import policy_of
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import local_placement
 
@@ -137,5 +139,7 @@ def test_attention_keeps_its_products_its_result_and_its_statistics() -> None:
 
 def test_names_of_policies_are_known_to_all() -> None:
     assert set(SAVED) < set(REMATS)
-    with pytest.raises(RequestError, match="remat 'mlps' .* one of auto, full, attention, gate, dots, mlp, none"):
+    assert [one.value for one in RematChoice] == list(REMATS)
+    assert policy_of("full") is None and all(policy_of(remat) is not None for remat in REMATS[1:-1])
+    with pytest.raises(RequestError, match=r"remat 'mlps' .* one of auto, full, attention, gate, dots, mlp, none"):
         UpdateSettings(remat="mlps")

@@ -66,9 +66,8 @@ def kept_beside_input(model: ModelShards, kind: LayerShards, workload: Workload)
     if remat == "none":
         return needed(model, kind, workload) + normalized(model, kind, workload)
     rows, tokens = local_tokens(model, workload)
-    widths = sum(
-        kept_share(one, kind.layer, remat) * prod(one.gathered[:-1]) for one in kind.used if product_is_needed(one, kind)
-    )
+    read = [one for one in kind.used if product_is_needed(one, kind)]
+    widths = sum(kept_share(one, kind.layer, remat) * prod(one.gathered[:-1]) for one in read)
     size = widths * workload.bytes_per_element
     if isinstance(kind.layer.mixer, AttentionSpec | LatentAttentionSpec) and keeps_attention(remat):
         size += _of_kernel(model, kind.layer.mixer, workload)

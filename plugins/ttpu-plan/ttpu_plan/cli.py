@@ -364,11 +364,12 @@ def _batch_json(batch: Batch, architecture: Architecture) -> dict[str, Any]:
 
 
 def _batch_words(batch: Batch, architecture: Architecture) -> str:
-    memory = f"{batch.plan.memory.total / GIB:.1f} of {batch.plan.hbm_bytes / GIB:.1f} GiB"
+    plan = batch.plan
     return (
-        f"Best batch for {batch.plan.topology}, {batch.plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} --remat {batch.remat}), "
-        f"{batch.rows_each} on each device that rows are divided over; {memory}, "
-        f"{_milliseconds(batch.plan.seconds)} a step, MFU {batch.mfu(architecture.spec):.0%} at most."
+        f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} --remat "
+        f"{batch.remat}), {batch.rows_each} on each device that rows are divided over; {plan.memory.total / GIB:.1f} of "
+        f"{plan.hbm_bytes / GIB:.1f} GiB, {_milliseconds(plan.seconds)} a step, MFU {batch.mfu(architecture.spec):.0%} "
+        "at most."
     )
 
 

@@ -29,9 +29,9 @@ from ttpu_core.spec.arithmetic import (
     kv_elements,
     product_flops,
 )
+from ttpu_plan.activations import keeps_attention, kept_share, local_tokens, product_is_needed
 from ttpu_plan.estimate import TimeEstimate
 from ttpu_plan.links import Links, links_of
-from ttpu_plan.activations import keeps_attention, kept_share, local_tokens, product_is_needed
 from ttpu_plan.memory import layer_cache_shapes, weight_bytes
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh

@@ -14,7 +14,7 @@ from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, axes
 from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
 from ttpu_plan.activations import kept_beside_input, local_tokens, needed, normalized, working_set
 from ttpu_plan.estimate import MemoryEstimate

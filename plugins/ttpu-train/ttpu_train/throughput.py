@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 
 
-
 @dataclass
 class Meter:
     """Counts tokens between two lines of the log.

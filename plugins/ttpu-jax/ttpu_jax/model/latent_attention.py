@@ -38,12 +38,16 @@ class LatentAttention(CachingMixer):
             scale=spec.scale,
         )
         norm, short = spec.norm, spec.q_lora_rank is not None
-        self.query_down = Linear(values.at("query_down"), runtime, saved_as=ATTENTION) if short else None
+
+        def linear(name: str) -> Linear:
+            return Linear(values.at(name), runtime, saved_as=ATTENTION)
+
+        self.query_down = linear("query_down") if short else None
         self.query_norm = Norm(norm, values.at("query_norm")) if short else None
-        self.query = Linear(values.at("query_up" if short else "query"), runtime, saved_as=ATTENTION)
-        self.kv_down, self.kv_norm = Linear(values.at("kv_down"), runtime, saved_as=ATTENTION), Norm(norm, values.at("kv_norm"))
-        self.key_up, self.value_up = Linear(values.at("key_up"), runtime, saved_as=ATTENTION), Linear(values.at("value_up"), runtime, saved_as=ATTENTION)
-        self.output = Linear(values.at("output"), runtime, saved_as=ATTENTION)
+        self.query = linear("query_up" if short else "query")
+        self.kv_down, self.kv_norm = linear("kv_down"), Norm(norm, values.at("kv_norm"))
+        self.key_up, self.value_up = linear("key_up"), linear("value_up")
+        self.output = linear("output")
 
     @part(Part.PROJECTIONS)
     def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:

@@ -264,7 +264,7 @@ class TrainStep:
         parameter = self.model.parameters[path]
         wider = isinstance(value, jax.Array) and parameter.dtype is None and value.dtype.itemsize > self.dtype.itemsize
         table = path == TABLE and self.model.spec.embedding.custom is None
-        return wider and (table or path.startswith((GROUPS, LAYERS)) and self._lies_as_used(path))
+        return wider and (table or (path.startswith((GROUPS, LAYERS)) and self._lies_as_used(path)))
 
     def _lies_as_used(self, path: str) -> bool:
         parameter, placement = self.model.parameters[path], self.model.runtime.placement
