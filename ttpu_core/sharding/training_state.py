@@ -12,9 +12,10 @@ from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec.arithmetic import BITS
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
+Recomputation = Literal["full", "attention", "gate", "dots", "mlp", "none"]
 Remat = Literal["auto", "full", "attention", "gate", "dots", "mlp", "none"]
 
-REMATS: tuple[Remat, ...] = ("full", "attention", "gate", "dots", "mlp", "none")
+REMATS: tuple[Recomputation, ...] = ("full", "attention", "gate", "dots", "mlp", "none")
 """What the backward pass computes again, the most first: all of a layer but its input; less the activations that
 `SAVED` names; all but the products of weights (dots), attention's kernel among it; or nothing."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ttpu_core.sharding.hardware import Topology
-from ttpu_core.sharding.training_state import REMATS, Remat, UpdateSettings
+from ttpu_core.sharding.training_state import REMATS, Recomputation, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.training_flops import training_flops
 from ttpu_plan.plan import Plan
@@ -47,7 +47,7 @@ class Batch:
 
 
 def best_batch(
-    spec: ArchitectureSpec, topology: Topology, request: Request, remats: tuple[Remat, ...] = REMATS
+    spec: ArchitectureSpec, topology: Topology, request: Request, remats: tuple[Recomputation, ...] = REMATS
 ) -> Batch | None:
     """Return the mesh, recomputation and rows that most tokens a second are predicted for, of each mesh and
     recomputation with the most rows that fit; None where not one row a device fits.
@@ -68,7 +68,7 @@ def best_batch(
 
 
 def _most_rows(
-    spec: ArchitectureSpec, topology: Topology, mesh: Mapping[str, int], request: Request, remat: Remat
+    spec: ArchitectureSpec, topology: Topology, mesh: Mapping[str, int], request: Request, remat: Recomputation
 ) -> Batch | None:
     shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
     update = replace(request.update or UpdateSettings(), remat=remat)

@@ -343,10 +343,10 @@ def _best_batch(architecture: Architecture, topology: str, request: Request, rem
     from typing import cast
 
     from ttpu_core.sharding.hardware import parse_topology
-    from ttpu_core.sharding.training_state import REMATS, Remat
+    from ttpu_core.sharding.training_state import REMATS, Recomputation
     from ttpu_plan.batches import best_batch
 
-    remats = REMATS if remat in (None, "auto") else (cast("Remat", remat),)
+    remats = REMATS if remat in (None, "auto") else (cast("Recomputation", remat),)
     with stderr_console().status(f"looking for the best batch for {topology}"):
         return best_batch(architecture.spec, parse_topology(topology), request, remats)
 
@@ -366,10 +366,10 @@ def _batch_json(batch: Batch, architecture: Architecture) -> dict[str, Any]:
 def _batch_words(batch: Batch, architecture: Architecture) -> str:
     plan = batch.plan
     return (
-        f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} --remat "
-        f"{batch.remat}), {batch.rows_each} on each device that rows are divided over; {plan.memory.total / GIB:.1f} of "
-        f"{plan.hbm_bytes / GIB:.1f} GiB, {_milliseconds(plan.seconds)} a step, MFU {batch.mfu(architecture.spec):.0%} "
-        "at most."
+        f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} "
+        f"--remat {batch.remat}), {batch.rows_each} on each device that rows are divided over; "
+        f"{plan.memory.total / GIB:.1f} of {plan.hbm_bytes / GIB:.1f} GiB, {_milliseconds(plan.seconds)} a step, "
+        f"MFU {batch.mfu(architecture.spec):.0%} at most."
     )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from ttpu_core.sharding.training_state import REMATS
+from ttpu_core.sharding.training_state import REMATS, Recomputation
 
 
-def compiled_that_fits(compiled: Callable[[str], Any], device: jax.Device) -> tuple[str, Any]:
+def compiled_that_fits(compiled: Callable[[Recomputation], Any], device: jax.Device) -> tuple[Recomputation, Any]:
     """The least recomputation whose program fits, and that program; "full" where the device does not say how much
     memory it has, as a CPU.
 
