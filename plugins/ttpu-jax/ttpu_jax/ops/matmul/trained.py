@@ -164,8 +164,10 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
     if halved:
         divided, other = pairs[0]
         pairs = [(divided, half) for half in jnp.split(other, 2, axis=1)]
-    if len(pairs) == 2 and count % 2 == 0 and pairs[0][0].shape[0] > 4 * pairs[0][0].shape[1] // count:
-        summed = _two_blocks_at_once(pairs, ring)
+    rows, blocks = pairs[0][0].shape
+    if len(pairs) == 2 and count % 2 == 0 and rows > 4 * (blocks // count):
+        # For each block and feature, half of a number of each row is read less; the block is written and read once more.
+        summed = _two_blocks_at_once(pairs, ring, product)
         return [jnp.concatenate(summed, axis=0 if ring.dimension else 1)] if halved else summed
     sums: list[Any] = [None] * len(pairs)
     last: Any = None
@@ -188,10 +190,9 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
     return [jnp.concatenate(sums, axis=0 if ring.dimension else 1)] if halved else sums
 
 
-def _two_blocks_at_once(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing) -> list[jax.Array]:
+def _two_blocks_at_once(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, product: Any) -> list[jax.Array]:
     """`_both_ways` of two pairs, each of whose products is that of two blocks, which reads the second of the pair half
-    as often. While one product is computed, one sum of each pair is on its way, and arrives before the next product.
-    Blocks are rows of these products, which are divided without copies."""
+    as often. While one product is computed, one sum of each pair is on its way, and arrives before the next product."""
     count, here = ring.mesh.shape[ring.axis], jax.lax.axis_index(ring.axis)
     sums: list[Any] = [None, None]
     waiting: list[list[jax.Array]] = [[], []]  # blocks of this device that are to be added to sums
@@ -220,10 +221,10 @@ def _two_blocks_at_once(pairs: list[tuple[jax.Array, jax.Array]], ring: Gradient
                 advance(last)
                 places, sums[0], sums[1] = jax.lax.optimization_barrier((places, sums[0], sums[1]))
             blocks = [jax.lax.dynamic_slice_in_dim(divided, place, width, 1) for place in places]
-            found = _product(jnp.concatenate(blocks, axis=1), other).astype(divided.dtype)
-            waiting[number] += jnp.split(found, 2)
+            found = product(jnp.concatenate(blocks, axis=1), other).astype(divided.dtype)
+            waiting[number] += jnp.split(found, 2, axis=1 if ring.dimension else 0)
             last = found
     while any(waiting):
         advance(last)
         sums[0], sums[1], last = jax.lax.optimization_barrier((sums[0], sums[1], last))
-    return [one.T for one in sums] if ring.dimension else sums
+    return sums
