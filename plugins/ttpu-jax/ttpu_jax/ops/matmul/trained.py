@@ -166,7 +166,7 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
         pairs = [(divided, half) for half in jnp.split(other, 2, axis=1)]
     rows, blocks = pairs[0][0].shape
     if len(pairs) == 2 and count % 2 == 0 and rows > 4 * (blocks // count):
-        # For each block and feature, half of a number of each row is read less; the block is written and read once more.
+        # Of each row half as much is read for a block, and the block is written and read once more.
         summed = _two_blocks_at_once(pairs, ring, product)
         return [jnp.concatenate(summed, axis=0 if ring.dimension else 1)] if halved else summed
     sums: list[Any] = [None] * len(pairs)
