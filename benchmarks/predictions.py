@@ -5,6 +5,7 @@ and `<!-- end of predictions -->` in docs, written anew. Nothing runs on a TPU.
     python benchmarks/predictions.py                                every program, 15 to 20 minutes on two cores
     python benchmarks/predictions.py --only roofline                those of one table
     python benchmarks/predictions.py --only roofline --tables       write the tables from the results of earlier runs
+    python benchmarks/predictions.py --missing                      those of which there is no result yet
 
 Each program is what one command compiles, in a process of its own; the results have the command. The result of an
 earlier run is replaced when its program was compiled again."""
@@ -97,6 +98,7 @@ TABLES: dict[str, list[Program]] = {
     ],
     "roofline": [
         *tensor_8("Llama-3.1-8B", "decode", "prefill"),
+        *(Program("Llama-3.1-8B", name, "prefill", "sequence=4,tensor=2") for name in ("v5e:2x4", "v6e:2x4")),
         Program("Llama-3.1-8B", "v5e:2x4", "train", options=("--batch", "8", "--layers", "scan")),
         *tensor_8("gemma-3-12b", "decode"),
         *tensor_8("Qwen3-30B-A3B", "decode", "prefill"),
@@ -228,9 +230,12 @@ def main() -> None:
     tables = list(TABLES)
     parser.add_argument("--only", nargs="+", choices=tables, default=tables, help="programs of these tables")
     parser.add_argument("--tables", action="store_true", help="compile nothing")
+    parser.add_argument("--missing", action="store_true", help="compile only programs that have no result yet")
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     programs = {program.name: program for name in asked.only for program in TABLES[name]}
+    if asked.missing:
+        programs = {name: program for name, program in programs.items() if name not in results}
     if not asked.tables:
         for name, program in track(programs.items(), "compiling", console=Console(stderr=True)):
             results[name] = {"command": program.written(), **result_of(program)}

@@ -10,17 +10,10 @@ from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard
+from ttpu_plan.tokens import expert_tokens, local_tokens
 from ttpu_plan.workload import Workload
 
 FLOAT32_BYTES = 4
-
-
-def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
-    """Return the number of rows, and of tokens of each row, on one device."""
-    if workload.step is not None:  # whole on each device of a replica
-        return 1, workload.step.tokens
-    rows = workload.rows_at_once // model.devices(axes.BATCH, workload.rows_at_once)
-    return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
 
 
 def working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
@@ -31,7 +24,7 @@ def working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> in
     for one in kind.used:
         if one.of_experts and one.is_matrix:
             assert isinstance(kind.layer.mlp, MoESpec)
-            given = rows * tokens * kind.layer.mlp.experts_per_token
+            given = expert_tokens(model, kind.used, workload) * kind.layer.mlp.experts_per_token
             inner = prod(one.gathered[1:-1])
             if not one.path.endswith("down.kernel"):
                 experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)

@@ -399,11 +399,11 @@ def _name(one: Plan) -> str:
 
 
 def _used_with(checkpoint: str, one: Plan, saved: Path) -> str:
-    """The command that runs what a plan to serve or to train was made for."""
+    """The command that runs what a plan was made for."""
     if one.program("train") is not None:
         return f"; train with `ttpu train run.yaml model={checkpoint} plan={saved}`"
     if not one.is_served:
-        return ""
+        return f"; generate with `ttpu generate {checkpoint} --plan {saved}`"
     workload = one.programs[0].workload
     limits = f"--max-num-seqs {workload.batch} --max-model-len {workload.context}"
     limits += f" --kv-cache-dtype {workload.kv_cache}" if workload.kv_cache else ""

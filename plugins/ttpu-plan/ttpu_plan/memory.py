@@ -16,11 +16,12 @@ from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, axes
 from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
-from ttpu_plan.activations import kept_beside_input, local_tokens, needed, normalized, working_set
+from ttpu_plan.activations import kept_beside_input, needed, normalized, working_set
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
+from ttpu_plan.tokens import axes_of_rows, local_tokens
 from ttpu_plan.workload import Workload
 from ttpu_plan.zero import stage_of, state_strategy, weight_strategy
 
@@ -235,7 +236,7 @@ def _training(
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
     of_head = {axis for each in head.mesh_axes for axis in each}
-    of_rows = _axes_of_rows(model, workload)
+    of_rows = axes_of_rows(model, workload)
     together = rows * min(tokens, STATE.loss_tokens) * prod(model.mesh[axis] for axis in of_head & of_rows)
     words = head.parameter.shape[0] // prod(model.mesh[axis] for axis in of_head)
     in_loss = {
@@ -298,10 +299,6 @@ def _fills_lanes(one: ParameterShard) -> bool:
     return one.local[-1] % LANES == 0
 
 
-def _axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
-    return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
-
-
 def _in_ring(one: ParameterShard, of_rows: set[str]) -> bool:
     """Whether devices sum a kernel's gradient in a ring, so that it is whole on none of them: those along one axis that
     divides rows, if it alone shards one dimension of the kernel."""
@@ -331,7 +328,7 @@ def _kept(model: ModelShards, workload: Workload) -> int:
 
 
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
-    bits, of_rows = BITS[workload.dtype], _axes_of_rows(model, workload)
+    bits, of_rows = BITS[workload.dtype], axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
         gathered = gradient = saved = in_norms = 0

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from ttpu_core.errors import PlanError
 from ttpu_core.sharding.hardware import Topology, parse_topology
-from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism, rules_text
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
@@ -94,8 +94,15 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """The mesh in words: "tensor=8", "data=2,tensor=4", and of a plan to serve "2 replicas × tensor=4"."""
-        return str(self.parallelism) if self.replicas == 1 else f"{self.replicas} replicas × {self.replica}"
+        """The mesh in words, with rules that are not the usual ones: "tensor=8", "data=2,tensor=4; expert=data+tensor",
+        and of a plan to serve "2 replicas × tensor=4"."""
+        mesh = str(self.parallelism) if self.replicas == 1 else f"{self.replicas} replicas × {self.replica}"
+        return f"{mesh}; {self.rules}" if self.rules else mesh
+
+    @property
+    def rules(self) -> str:
+        """The rules that are not the usual ones, as `ttpu_core.sharding.parallelism.parse_rules` reads them."""
+        return rules_text(self.strategy)
 
     @property
     def hbm_bytes(self) -> int:

@@ -14,10 +14,11 @@ from ttpu_core.services import Quantization
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.padding import pad_architecture
+from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, UpdateSettings
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
 from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimate, fingerprint_of, replica_mesh
@@ -152,7 +153,11 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
             "step updates are float32: take the original weights."
         )
     fingerprint = fingerprint_of(spec)
-    found = [_plan(spec, fingerprint, topology, mesh, request) for mesh in meshes(spec, topology, request)]
+    found = [
+        _plan(spec, fingerprint, topology, mesh, replace(request, strategy=strategy))
+        for mesh in meshes(spec, topology, request)
+        for strategy in strategies(spec, topology, mesh, request)
+    ]
     if not found:
         served = request.purpose == "inference"
         raise UnsupportedError(
@@ -186,7 +191,7 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     trains, serves = request.purpose == "training", request.purpose == "inference"
     rows = request.rows(devices) // request.parts
     heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
-    experts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    experts = [mixture.num_experts for mixture in _mixtures(spec)]
     most_sequence = max(1, request.context // SHORTEST_PART) if trains else 1
     allowed = {
         "stage": [1],
@@ -210,6 +215,24 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
             continue
         if admissible(spec, mesh, _of(request, mesh)):
             yield mesh
+
+
+def strategies(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: Request) -> Iterator[Strategy]:
+    """Return the strategies that are considered on a mesh: the request's, and to generate one that shards a mixture's
+    experts over the devices of `data` and `tensor`, so that devices gather their tokens for experts and not the
+    experts. An engine's replicas exchange nothing, slices would exchange the tokens of each layer, and a rule for
+    experts that is not the usual one is the user's.
+    """
+    yield request.strategy
+    rules, usual = dict(request.strategy.rules), dict(DEFAULT_STRATEGY.rules)
+    if request.purpose != "generation" or topology.slices > 1 or rules.get(axes.EXPERT) != usual[axes.EXPERT]:
+        return
+    if mesh.get("data", 1) == 1 or mesh.get("expert", 1) > 1 or not _mixtures(spec):
+        return
+    over = tuple(axis for axis in ("data", "tensor") if mesh.get(axis, 1) > 1)
+    strategy = strategy_with({axes.EXPERT: over}, request.strategy)
+    if admissible(spec, mesh, strategy):
+        yield strategy
 
 
 def smallest_slices(
@@ -357,6 +380,10 @@ def _serves_well(mesh: Mesh, topology: Topology, request: Request) -> bool:
     devices = prod(replica_mesh(mesh).values())
     in_host = topology.num_devices // topology.num_hosts
     return devices % topology.chip.devices_per_chip == 0 and in_host % devices == 0
+
+
+def _mixtures(spec: ArchitectureSpec) -> list[MoESpec]:
+    return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
 
 
 def _heads(mixer: object) -> int:

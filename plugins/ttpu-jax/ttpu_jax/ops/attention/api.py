@@ -26,6 +26,7 @@ def _no_options(options: Options) -> None:
 
 
 REFERENCE = Implementation("eager", eager, check_options=_no_options)
+RING = Implementation("ring_attention", ring.ring_attention, ring.serves, _no_options)
 DECODE = Implementation("decode_attention", decode.decode_attention, decode.serves, _no_options)
 IMPLEMENTATIONS: dict[str, Implementation] = {
     one.name: one
@@ -33,7 +34,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         REFERENCE,
         Implementation("xla_flash_attention", flash.flash_attention, flash.serves, flash.check_options),
         Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options, True),
-        Implementation("ring_attention", ring.ring_attention, ring.serves, _no_options),
+        RING,
         DECODE,
     )
 }
@@ -90,8 +91,8 @@ def attend(
 def serving(
     chosen: Implementation, spec: AttentionSpec, context: AttentionContext, queries: int, keys: int
 ) -> Implementation:
-    """What computes a layer of a model whose implementation is `chosen`: that, or on a TPU the kernel for decode steps,
-    or the reference. The reference, where it is chosen, computes all.
+    """What computes a layer of a model whose implementation is `chosen`: that, or ring attention of a sequence that is
+    sharded, or on a TPU the kernel for decode steps, or the reference. The reference, where it is chosen, computes all.
 
     Args:
         chosen: the model's implementation.
@@ -102,6 +103,8 @@ def serving(
     """
     if chosen.serves(spec, context, queries, keys) is None:
         return chosen
+    if chosen is not REFERENCE and context.sequence_axes and RING.serves(spec, context, queries, keys) is None:
+        return RING
     decodes = context.platform == "tpu" and DECODE.serves(spec, context, queries, keys) is None
     return DECODE if decodes else REFERENCE
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import int8_write, page_write
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of
@@ -66,6 +65,8 @@ def _whole_rows(kv: PagedKV) -> bool:
 
 def _by_kernel(kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext) -> jax.Array:
     """The pages with rows [tokens, rows, width] in the tokens' slots."""
+    from ttpu_jax.ops.paged_attention import page_write
+
     run = partial(page_write.write_rows, single=batch.max_queries == 1)
     if context.mesh is not None:
         heads = context.head_axes or None
@@ -86,6 +87,8 @@ def _by_kernel(kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: Attent
 def _by_int8_kernel(
     kv: PagedKV, key: jax.Array, value: jax.Array, batch: RaggedBatch, context: AttentionContext
 ) -> PagedKV:
+    from ttpu_jax.ops.paged_attention import int8_write
+
     if context.mesh is None:
         return int8_write.write(kv, key, value, batch)
     heads = context.head_axes or None
