@@ -66,6 +66,15 @@ def plan(
         ),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="To generate: tokens of each answer, by which plans are ranked. Where answers are short, meshes that "
+            "shard the tokens of prompts are the fastest. Without it as many as a prompt has.",
+        ),
+    ] = None,
     quantization: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Of the layers' weights, to serve: w8a16, w4a16-g128, fp8, mxfp4."),
@@ -130,6 +139,7 @@ def plan(
     \b
       ttpu plan ./llama/config.json
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
+      ttpu plan ./llama --topology v5e:2x4 --task generation --batch 1 --new-tokens 1    # prompts alone
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
       ttpu plan ./llama --topology v5e:4x4 --task training --zero-stage 2 --optim lion --save plan.json
 
@@ -161,7 +171,9 @@ def plan(
     }
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     update = UpdateSettings(**given) if given else None
-    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept, update=update)
+    request = Request(
+        task.value, batch, context, quantization=quantization, kv_cache=kept, update=update, new_tokens=new_tokens
+    )
     if verify and given:
         raise RequestError(
             f"--verify was given with --{', --'.join(given).replace('_', '-')}, but it compiles a step of AdamW on "
@@ -171,6 +183,7 @@ def plan(
     without_plugin = {
         "--verify": verify, "--save": save, "--picture": picture, "--quantization": quantization,
         "--kv-cache-dtype": kept, "--patch-pack": patch_pack, "--task": task is PurposeChoice.training,
+        "--new-tokens": new_tokens,
     }  # fmt: skip
     if _planned_without_plugin(checkpoint, topology, request, best, without_plugin, as_json):
         return
@@ -451,6 +464,7 @@ def _as_json(
             "dtype": request.dtype,
             "quantization": request.quantization,
             "kv_cache": request.kv_cache,
+            "new_tokens": request.new_tokens,
             "update": None if request.update is None else asdict(request.update),
         },
         "note": NOTE,

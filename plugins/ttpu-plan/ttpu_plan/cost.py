@@ -206,7 +206,8 @@ class _Program:
     def _in_ring(self, one: ParameterShard, rows: int, tokens: int, by: tuple[str, ...]) -> bool:
         """Whether the sums of an MLP's product go around a ring, during the products."""
         dense = self.workload.quantization is None and one.path.endswith("mlp.down.kernel")
-        return dense and not self.trains and len(by) == 1 and cuts_rows(rows, tokens, self.model.mesh[by[0]])
+        whole = not self.model.axes_of(axes.SEQUENCE, self.workload.tokens)
+        return dense and whole and not self.trains and len(by) == 1 and cuts_rows(rows, tokens, self.model.mesh[by[0]])
 
     def _gather(self, part: _Part, one: ParameterShard, bits: int) -> None:
         """Weights sharded along the tokens' axes are gathered each time a layer is run; in training their gradients are
@@ -271,7 +272,8 @@ class _Program:
         return size * attended_tokens(kind.layer.mixer, self.workload.context) / self.workload.context
 
     def _attention_flops(self, kind: LayerShards, rows: int, tokens: int) -> float:
-        """Scores and sums of softmax attention; of a causal one over the same tokens, half."""
+        """Scores and sums of softmax attention; of a causal one over the same tokens, half, but of a sequence that is
+        sharded what its last part has, for which the others wait."""
         mixer = kind.layer.mixer
         if not isinstance(mixer, AttentionSpec):
             return 0.0
@@ -286,7 +288,8 @@ class _Program:
             seen = kept_slots(mixer, seen)
         else:
             reach = attended_tokens(mixer, seen)
-            seen = reach - reach // 2 if mixer.causal and reach == seen else reach
+            parts = self.model.devices(axes.SEQUENCE, self.workload.tokens)
+            seen = reach - reach // (2 * parts) if mixer.causal and reach == seen else reach
         return attention_flops(heads, mixer, rows * tokens * seen)
 
 

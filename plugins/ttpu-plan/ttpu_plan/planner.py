@@ -51,6 +51,8 @@ class Request:
         one_replica: to serve, propose one engine over all devices alone.
         kv_cache: to serve, quantize keys and values, to int8 or fp8.
         update: to train, how; None is AdamW on whole batches. With remat="auto" the least is computed again that fits.
+        new_tokens: to generate, tokens of each answer, by which plans are ranked; meshes that shard a prompt's tokens
+            are then considered too. None is as many as a prompt has.
     """
 
     purpose: Purpose = "inference"
@@ -62,6 +64,7 @@ class Request:
     one_replica: bool = False
     kv_cache: str | None = None
     update: UpdateSettings | None = None
+    new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values before meshes are enumerated.
@@ -73,6 +76,11 @@ class Request:
             raise RequestError(
                 f"a plan for {self.purpose!r} was asked for, but there is only {', '.join(get_args(Purpose))}: write "
                 "one of them."
+            )
+        if self.new_tokens is not None and (self.purpose != "generation" or self.new_tokens < 1):
+            raise RequestError(
+                f"new_tokens={self.new_tokens} was asked for in a plan for {self.purpose}, but it is the number of "
+                "tokens of an answer in a plan for generation: leave it out, or let it be 1 or more."
             )
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
@@ -192,7 +200,8 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     rows = request.rows(devices) // request.parts
     heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
     experts = [mixture.num_experts for mixture in _mixtures(spec)]
-    most_sequence = max(1, request.context // SHORTEST_PART) if trains else 1
+    shards_sequence = trains or request.new_tokens is not None
+    most_sequence = max(1, request.context // SHORTEST_PART) if shards_sequence else 1
     allowed = {
         "stage": [1],
         "data": [n for n in _divisors(devices) if rows % n == 0],
@@ -318,8 +327,9 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
         )
         for workload in workloads
     )
+    axes_of_mesh, across = tuple(mesh.items()), tuple(dcn.items())
     return Plan(
-        spec.model_type, fingerprint, topology.name, tuple(mesh.items()), tuple(dcn.items()), strategy, programs
+        spec.model_type, fingerprint, topology.name, axes_of_mesh, across, strategy, programs, request.new_tokens
     )
 
 
