@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ttpu_core.architecture import Architecture
     from ttpu_core.sharding.verification import Verification
+    from ttpu_plan.batches import Batch
     from ttpu_plan.plan import Plan
     from ttpu_plan.planner import NoFit, Request
 
@@ -58,7 +59,11 @@ def plan(
     ] = PurposeChoice.inference,
     batch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Rows of a step, over all replicas. Without it 32, or one a device to train."),
+        typer.Option(
+            metavar="N",
+            help="Rows of a step, over all replicas. Without it 32, or to train one a device, and the best batch is "
+            "proposed.",
+        ),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
     new_tokens: Annotated[
@@ -95,8 +100,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="To train, what the backward pass computes again: full (the default), dots, none, or auto, the least "
-            "that fits.",
+            help="To train, what the backward pass computes again: full (the default), attention, gate, dots, mlp or "
+            "none, each less than the one before, or auto, the least that fits.",
         ),
     ] = None,
     offload_optimizer: Annotated[
@@ -192,11 +197,18 @@ def plan(
     if verify:
         fitting = [one for one in shown if one in verified and not _refused(one, verified)]
     reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
+    proposed = None
+    if task is PurposeChoice.training and batch is None and topology is not None and fitting:
+        proposed = _best_batch(architecture, topology, request, remat)
     if as_json:
         content = _as_json(checkpoint, architecture, topology, request, shown, without, verified)
+        if proposed is not None:
+            content["best_batch"] = _batch_json(proposed, architecture)
         print_json({**content, "nothing_fits": _nothing_fits(reason, nothing)})
     else:
         _print(checkpoint, architecture, request, shown, without, verified)
+        if proposed is not None:
+            stdout_console().print(_batch_words(proposed, architecture))
     if picture is not None and shown:
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
@@ -336,6 +348,41 @@ def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str
             parallelism=plan.replica,
             rows=tuple(dict.fromkeys(one.tokens * (1 if one.step else one.batch) for one in workloads)),
         )
+    )
+
+
+def _best_batch(architecture: Architecture, topology: str, request: Request, remat: str | None) -> Batch | None:
+    """The rows that some slices are predicted to train fastest with; where `remat` is given, with that."""
+    from typing import cast
+
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_core.sharding.training_state import REMATS, Recomputation
+    from ttpu_plan.batches import best_batch
+
+    remats = REMATS if remat in (None, "auto") else (cast("Recomputation", remat),)
+    with stderr_console().status(f"looking for the best batch for {topology}"):
+        return best_batch(architecture.spec, parse_topology(topology), request, remats)
+
+
+def _batch_json(batch: Batch, architecture: Architecture) -> dict[str, Any]:
+    return {
+        "rows": batch.rows,
+        "rows_each": batch.rows_each,
+        "remat": batch.remat,
+        "mesh": dict(batch.plan.mesh),
+        "memory_bytes": batch.plan.memory.total,
+        "seconds": batch.plan.seconds,
+        "mfu": batch.mfu(architecture.spec),
+    }
+
+
+def _batch_words(batch: Batch, architecture: Architecture) -> str:
+    plan = batch.plan
+    return (
+        f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} "
+        f"--remat {batch.remat}), {batch.rows_each} on each device that rows are divided over; "
+        f"{plan.memory.total / GIB:.1f} of {plan.hbm_bytes / GIB:.1f} GiB, {_milliseconds(plan.seconds)} a step, "
+        f"MFU {batch.mfu(architecture.spec):.0%} at most."
     )
 
 

@@ -30,6 +30,7 @@ from ttpu_core.spec.arithmetic import (
     kv_elements,
     product_flops,
 )
+from ttpu_plan.activations import keeps_attention, kept_share, product_is_needed
 from ttpu_plan.estimate import TimeEstimate
 from ttpu_plan.links import Links, links_of
 from ttpu_plan.memory import layer_cache_shapes, weight_bytes
@@ -111,14 +112,14 @@ class _Program:
         return self.workload.task == "train"
 
     @property
-    def forwards(self) -> int:
-        """How often a layer's products are computed forwards: again for its gradient where they are not kept."""
-        return 1 + (self.trains and self.workload.settings.remat in ("full", "auto"))
+    def remat(self) -> str:
+        """What a training step computes again."""
+        return "full" if self.workload.settings.remat == "auto" else self.workload.settings.remat
 
-    @property
-    def products(self) -> int:
-        """Products for each weight: forwards, and two for the gradients of inputs and weights."""
-        return self.forwards + 2 * self.trains
+    def forwards(self, one: ParameterShard, kind: LayerShards) -> float:
+        """How often a product is computed forwards: again for the gradient where its result is read and not kept."""
+        again = self.trains and product_is_needed(one, kind)
+        return 1 + again * (1 - kept_share(one, kind.layer, self.remat))
 
     def layer(self, kind: LayerShards) -> _Part:
         """One layer, forwards and back."""
@@ -128,15 +129,16 @@ class _Program:
         flops = traffic = 0.0
         for one in kind.used:
             read = float(weight_bytes([one], self.workload, gathered=True))
+            times = self.forwards(one, kind) + 2 * self.trains if one.is_matrix else 1 + 2 * self.trains
             if one.is_matrix and one.of_experts:
                 share, products, given = self._of_experts(kind, one)
                 read *= share
-                flops += products
-                traffic += given
+                flops += times * products
+                traffic += times * given
             elif one.is_matrix:
-                flops += product_flops(prod(one.gathered), rows * tokens)
-                traffic += rows * tokens * (one.gathered[-1] + prod(one.gathered[:-1])) * item
-            traffic += read
+                flops += times * product_flops(prod(one.gathered), rows * tokens)
+                traffic += times * rows * tokens * (one.gathered[-1] + prod(one.gathered[:-1])) * item
+            traffic += times * read
             self._gather(part, one, bits)
         self._exchange_for_experts(part, kind)
         for one in kind.used:
@@ -145,13 +147,13 @@ class _Program:
                 if self._in_ring(one, rows, tokens, by):
                     self._in_background(part, "all-reduce", size, by)
                 else:
-                    self._sum(part, size, by)
-        flops += self._attention_flops(kind, rows, tokens)
+                    self._sum(part, size, by, self.forwards(one, kind))
+        flops += (1 + self.trains * (3 - keeps_attention(self.remat))) * self._attention_flops(kind, rows, tokens)
         if self.workload.task != "train":
             traffic += self._cache_traffic(kind)
         self._exchange_keys(part, kind, rows)
-        part.compute = self.products * flops / (self.topology.chip.bf16_flops * MXU_SHARE)
-        part.hbm = self.products * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
+        part.compute = flops / (self.topology.chip.bf16_flops * MXU_SHARE)
+        part.hbm = traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
         return part
 
     def _of_experts(self, kind: LayerShards, one: ParameterShard) -> tuple[float, float, float]:
@@ -215,7 +217,7 @@ class _Program:
         stored = weight_bytes([one], self.workload) if not self.trains else tiled_bytes(one.local, bits)
         if over:
             whole = stored * prod(self.model.mesh[a] for a in over)
-            self._in_background(part, "all-gather", whole * self.forwards, over)
+            self._in_background(part, "all-gather", whole * (1 + self.trains), over)
             if self.trains:
                 self._in_background(part, "reduce-scatter", stored, over)
         if self.trains:
@@ -229,19 +231,20 @@ class _Program:
         features = expert_tokens(self.model, kind.used, self.workload) * self.model.spec.hidden_size
         for one in kind.used:
             if one.of_experts and one.path.endswith("down.kernel"):
-                self._sum(part, features * 4, (*one.multiplied_axes[0], *one.multiplied_axes[-1]))
-                self._between(part, "all-gather", features * self.workload.bytes_per_element, gathered)
+                by, times = (*one.multiplied_axes[0], *one.multiplied_axes[-1]), self.forwards(one, kind)
+                self._sum(part, features * 4, by, times)
+                self._between(part, "all-gather", features * self.workload.bytes_per_element, gathered, times)
 
-    def _sum(self, part: _Part, size: float, by: tuple[str, ...]) -> None:
-        """An all-reduce forwards, and one for the gradient of the product's input."""
-        self._between(part, "all-reduce", size, by)
+    def _sum(self, part: _Part, size: float, by: tuple[str, ...], forwards: float = 1) -> None:
+        """An all-reduce forwards, as often as given, and one for the gradient of the product's input."""
+        self._between(part, "all-reduce", size, by, forwards)
 
-    def _between(self, part: _Part, op: str, size: float, by: tuple[str, ...]) -> None:
-        """An exchange between two products, forwards, and one like it for the gradient."""
+    def _between(self, part: _Part, op: str, size: float, by: tuple[str, ...], forwards: float = 1) -> None:
+        """An exchange between two products, as often forwards as given, and one like it for the gradient."""
         if by:
             ici, dcn = self.links.seconds(op, size, by)
-            part.sums += (self.forwards + self.trains) * ici
-            part.sums_dcn += (self.forwards + self.trains) * dcn
+            part.sums += (forwards + self.trains) * ici
+            part.sums_dcn += (forwards + self.trains) * dcn
 
     def _in_background(self, part: _Part, op: str, size: float, by: tuple[str, ...]) -> None:
         if by:
@@ -257,7 +260,7 @@ class _Program:
             return
         size = rows * self.workload.context * kv_elements(mixer)
         size //= self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
-        times = self.forwards + 2 * self.trains
+        times = 1 + (3 - keeps_attention(self.remat)) * self.trains
         self._in_background(part, "all-gather", times * size * self.workload.bytes_per_element, by)
 
     def _cache_traffic(self, kind: LayerShards) -> float:

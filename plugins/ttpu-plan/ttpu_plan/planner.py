@@ -17,7 +17,7 @@ from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
-from ttpu_core.sharding.training_state import ELEMENTWISE, UpdateSettings
+from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
@@ -32,8 +32,6 @@ Mesh = dict[str, int]
 
 ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
-
-LEAST_REMAT_FIRST = ("none", "dots", "full")
 
 SHORTEST_PART = 512
 """Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
@@ -177,6 +175,15 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
             "that is a multiple of the devices."
         )
     return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.memory.total))
+
+
+def plan_of_mesh(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: Request) -> Plan:
+    """Return the plan for one mesh of some slices.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh cannot divide.
+    """
+    return _plan(spec, fingerprint_of(spec), topology, mesh, request)
 
 
 def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iterator[Mesh]:
@@ -330,7 +337,7 @@ def _with_least_remat(
     spec: ArchitectureSpec, mesh: Mesh, workload: Workload, chip: Chip, strategy: Strategy
 ) -> Workload:
     """A training step that computes no more again than is needed to fit; all if it does not fit."""
-    for remat in LEAST_REMAT_FIRST:
+    for remat in reversed(REMATS):
         tried = replace(workload, update=replace(workload.settings, remat=remat))
         if estimate_memory(spec, mesh, tried, strategy, chip).total <= HEADROOM * chip.hbm_bytes:
             break

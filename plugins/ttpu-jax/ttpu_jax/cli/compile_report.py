@@ -38,6 +38,7 @@ USUAL: Mapping[str, Any] = {
     "sharding_rules": None,
     "plan": None,
     "residual_stream": "auto",
+    "remat": "full",
 }
 """Options that need an architecture, and what they are without being asked for."""
 
@@ -71,6 +72,17 @@ class StreamChoice(StrEnum):
 
     auto = "auto"
     whole = "whole"
+
+
+class RematChoice(StrEnum):
+    """What the backward pass computes again."""
+
+    full = "full"
+    attention = "attention"
+    gate = "gate"
+    dots = "dots"
+    mlp = "mlp"
+    none = "none"
 
 
 def compile_report(
@@ -120,6 +132,13 @@ def compile_report(
         StreamChoice,
         typer.Option(help="auto cuts the rows of long inputs over the tensor axis; whole keeps them on every device."),
     ] = StreamChoice.auto,
+    remat: Annotated[
+        RematChoice,
+        typer.Option(
+            help="To train, what the backward pass computes again: full (all of a layer but its input), less from word "
+            "to word, or none.",
+        ),
+    ] = RematChoice.full,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say where the time goes, by part of the model.")
     ] = False,
@@ -165,6 +184,7 @@ def compile_report(
         "sharding_rules": sharding_rules,
         "plan": plan,
         "residual_stream": residual_stream.value,
+        "remat": remat.value,
     }
     report, described = _reporter(checkpoint, options, dtype, "train" if task is TaskChoice.train else "generate")
     wanted: list[tuple[Any, int, int]] = []

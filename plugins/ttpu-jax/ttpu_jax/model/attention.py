@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.parameters import fused_slots
 from ttpu_jax.model.modules import (
@@ -32,11 +33,11 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: AttentionSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
-        self.qkv = Linear(values.at("qkv"), runtime, fused_slots(spec))
+        self.qkv = Linear(values.at("qkv"), runtime, fused_slots(spec), saved_as=ATTENTION)
         own_keys = spec.kv_from_layer is None
         separate = own_keys and not spec.value_is_key and spec.value_dim != spec.head_dim
-        self.value = Linear(values.at("value"), runtime) if separate else None
-        self.gate = Linear(values.at("gate"), runtime) if spec.output_gate else None
+        self.value = Linear(values.at("value"), runtime, saved_as=ATTENTION) if separate else None
+        self.gate = Linear(values.at("gate"), runtime, saved_as=ATTENTION) if spec.output_gate else None
         # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
         over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
         of_q, of_k = spec.norm_features or (None, None)
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
         self.lambda_query, self.lambda_key = lambdas.get("query"), lambdas.get("key")
         self.map_norm = Norm(spec.differential.norm, values.at("map_norm")) if spec.differential else None
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
-        self.output = Linear(values.at("output"), runtime)
+        self.output = Linear(values.at("output"), runtime, saved_as=ATTENTION)
 
     @part(Part.PROJECTIONS)
     def __call__(

@@ -8,11 +8,13 @@ from importlib import import_module
 import jax
 
 from ttpu_core.errors import PluginError, RequestError
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import decode, flash, ring, splash
 from ttpu_jax.ops.attention.blocks import check_splash_options
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 from ttpu_jax.ops.attention.reference import SegmentIds, eager
+from ttpu_jax.ops.saved import saved
 
 
 def _no_options(options: Options) -> None:
@@ -31,7 +33,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     for one in (
         REFERENCE,
         Implementation("xla_flash_attention", flash.flash_attention, flash.serves, flash.check_options),
-        Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options),
+        Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options, True),
         RING,
         DECODE,
     )
@@ -71,7 +73,8 @@ def attend(
     Raises:
         PluginError: there is no such implementation.
     """
-    return serving(implementation(name), spec, context, query.shape[1], key.shape[2]).function(
+    chosen = serving(implementation(name), spec, context, query.shape[1], key.shape[2])
+    mixed: jax.Array = chosen.function(
         query,
         key,
         value,
@@ -82,6 +85,7 @@ def attend(
         segment_ids=segment_ids,
         context=context,
     )
+    return mixed if chosen.names_results else saved(mixed, ATTENTION)
 
 
 def serving(

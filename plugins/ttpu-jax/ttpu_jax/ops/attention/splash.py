@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.blocks import LANES, SplashBlocks, splash_blocks
 from ttpu_jax.ops.attention.context import AttentionContext
@@ -199,6 +200,7 @@ def _kernel(
             head_shards=1,
             q_seq_shards=parts,
             attn_logits_soft_cap=softcap,
+            residual_checkpoint_name=ATTENTION,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
