@@ -5,6 +5,7 @@ and `<!-- end of predictions -->` in docs, written anew. Nothing runs on a TPU.
     python benchmarks/predictions.py                                every program, 15 to 20 minutes on two cores
     python benchmarks/predictions.py --only roofline                those of one table
     python benchmarks/predictions.py --only roofline --tables       write the tables from the results of earlier runs
+    python benchmarks/predictions.py --missing                      those of which there is no result yet
 
 Each program is what one command compiles, in a process of its own; the results have the command. The result of an
 earlier run is replaced when its program was compiled again."""
@@ -17,13 +18,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
+
+from ttpu_core.config import ModelConfig
+from ttpu_core.registry import default_registry
+from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.spec.training_flops import training_flops
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/predictions.json"
@@ -74,6 +80,15 @@ def tensor_8(model: str, *tasks: str, options: tuple[str, ...] = ()) -> list[Pro
     return [Program(model, name, task, options=options) for task in tasks for name in ("v5e:2x4", "v6e:2x4")]
 
 
+def trained(slice_name: str, rows: int, remat: str) -> Program:
+    """An update of Llama-3.1-8B on the batch and with the recomputation that `ttpu plan` proposes for a slice."""
+    options = ("--batch", str(rows), "--layers", "scan", "--remat", remat)
+    return Program("Llama-3.1-8B", slice_name, "train", options=options)
+
+
+MFU_GOALS = {"v5e:4x4": 0.55, "v5p:2x2x2": 0.6, "v6e:4x4": 0.5}
+"""Slice → the share of its FLOPs that training is to reach there."""
+
 TABLES: dict[str, list[Program]] = {
     "llama": [
         program
@@ -83,6 +98,7 @@ TABLES: dict[str, list[Program]] = {
     ],
     "roofline": [
         *tensor_8("Llama-3.1-8B", "decode", "prefill"),
+        *(Program("Llama-3.1-8B", name, "prefill", "sequence=4,tensor=2") for name in ("v5e:2x4", "v6e:2x4")),
         Program("Llama-3.1-8B", "v5e:2x4", "train", options=("--batch", "8", "--layers", "scan")),
         *tensor_8("gemma-3-12b", "decode"),
         *tensor_8("Qwen3-30B-A3B", "decode", "prefill"),
@@ -92,6 +108,7 @@ TABLES: dict[str, list[Program]] = {
         ),
         *tensor_8("Mixtral-8x7B", "decode", "prefill"),
     ],
+    "training": [trained("v5e:4x4", 16, "mlp"), trained("v5p:2x2x2", 96, "mlp"), trained("v6e:4x4", 48, "mlp")],
 }
 
 
@@ -142,6 +159,35 @@ def roofline(program: Program, report: dict[str, Any]) -> list[str]:
     ]
 
 
+def training(program: Program, report: dict[str, Any]) -> list[str]:
+    """A row of `training`."""
+    chip = parse_topology(program.slice).chip
+    package, file = CONFIGS[program.model]
+    config = json.loads((importlib.resources.files(package) / "configs" / file).read_text())
+    spec = default_registry().architecture(ModelConfig.from_dict(config)).spec
+    flops = report["batch"] * report["tokens"] * training_flops(spec, report["tokens"])
+    mfu = flops / report["total_seconds"] / report["num_devices"] / chip.bf16_flops
+    goal = MFU_GOALS[program.slice]
+    return [
+        *(program.slice, ", ".join(f"{axis}={size}" for axis, size in report["mesh"].items())),
+        f"{report['batch']} × {report['tokens']:,}",
+        program.options[program.options.index("--remat") + 1],
+        f"{report['peak_bytes'] / GIB:.2f} of {report['hbm_bytes'] / GIB:.2f}",
+        f"**{milliseconds(report['total_seconds'])}**",
+        milliseconds(report["kernel_seconds"]),
+        f"{report['tokens_per_second']:,.0f}",
+        f"**{mfu:.1%}**".replace("%", " %"),
+        f"{goal:.0%}: {'reached' if mfu >= goal else 'missed'}".replace("%", " %"),
+        f"{report['compile_seconds']:.0f} s",
+    ]
+
+
+ROWS: dict[str, Callable[[Program, dict[str, Any]], list[str]]] = {
+    "llama": llama,
+    "roofline": roofline,
+    "training": training,
+}
+
 HEADS: dict[str, tuple[str, ...]] = {
     "llama": (
         *("program", "slice", "layers", "peak GiB", "in place", "all-reduces", "predicted ms", "HBM, at least"),
@@ -151,6 +197,10 @@ HEADS: dict[str, tuple[str, ...]] = {
         *("model", "program", "slice", "mesh", "peak GiB", "predicted ms", "of it kernels, at least"),
         *("HBM, at least", "roofline ms", "times the roofline", "compiles in"),
     ),
+    "training": (
+        *("slice", "mesh", "rows × tokens", "`remat`", "peak GiB", "predicted ms", "of it kernels, at least"),
+        *("tokens/s", "MFU", "goal", "compiles in"),
+    ),
 }
 
 
@@ -159,8 +209,7 @@ def table_of(name: str, results: dict[str, Any]) -> Iterator[str]:
     yield "| " + " | ".join(HEADS[name]) + " |"
     yield "|" + "---|" * len(HEADS[name])
     for program in TABLES[name]:
-        row = (llama if name == "llama" else roofline)(program, results[program.name]["report"])
-        yield "| " + " | ".join(row) + " |"
+        yield "| " + " | ".join(ROWS[name](program, results[program.name]["report"])) + " |"
 
 
 def write_between(name: str, table: str) -> None:
@@ -181,9 +230,12 @@ def main() -> None:
     tables = list(TABLES)
     parser.add_argument("--only", nargs="+", choices=tables, default=tables, help="programs of these tables")
     parser.add_argument("--tables", action="store_true", help="compile nothing")
+    parser.add_argument("--missing", action="store_true", help="compile only programs that have no result yet")
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     programs = {program.name: program for name in asked.only for program in TABLES[name]}
+    if asked.missing:
+        programs = {name: program for name, program in programs.items() if name not in results}
     if not asked.tables:
         for name, program in track(programs.items(), "compiling", console=Console(stderr=True)):
             results[name] = {"command": program.written(), **result_of(program)}

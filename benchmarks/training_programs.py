@@ -34,10 +34,10 @@ from ttpu_core.sharding.parallelism import resolve_parallelism
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import LAYERS
+from ttpu_core.spec.training_flops import training_flops
 from ttpu_jax.aot.training import compile_update
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.planned import predicted_memory
-from ttpu_train.throughput import training_flops
 
 GIB = 2**30
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {

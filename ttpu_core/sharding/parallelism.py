@@ -152,6 +152,14 @@ def parse_rules(text: str) -> dict[str, tuple[str, ...] | None]:
     return rules
 
 
+def rules_text(strategy: Strategy, usual: Strategy = DEFAULT_STRATEGY) -> str:
+    """The rules that differ from the usual ones, as `parse_rules` reads them: "expert=data+tensor"; "" if none do."""
+    table, default = dict(strategy.rules), dict(usual.rules)
+    names = dict.fromkeys((*default, *table))
+    changed = {name: table.get(name, ()) for name in names if table.get(name, ()) != default.get(name, ())}
+    return ",".join(f"{name}={'+'.join(by) or 'none'}" for name, by in changed.items())
+
+
 def strategy_with(rules: Rules | None, usual: Strategy = DEFAULT_STRATEGY) -> Strategy:
     """The strategy `usual` with the user's rules in place of its own.
 

@@ -3,6 +3,7 @@ run that decide both. Backends' training steps, the trainer and the planner read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,7 +12,23 @@ from ttpu_core.sharding.parallelism import Parallelism
 from ttpu_core.spec.arithmetic import BITS
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
-Remat = Literal["auto", "full", "dots", "none"]
+Recomputation = Literal["full", "attention", "gate", "dots", "mlp", "none"]
+Remat = Literal["auto", "full", "attention", "gate", "dots", "mlp", "none"]
+
+REMATS: tuple[Recomputation, ...] = ("full", "attention", "gate", "dots", "mlp", "none")
+"""What the backward pass computes again, the most first: all of a layer but its input; less the activations that
+`SAVED` names; all but the products of weights (dots), attention's kernel among it; or nothing."""
+
+ATTENTION, GATE, UP = "attention", "gate", "up"
+"""Names of activations: the products of attention's projections, attention's result before the last of them and the
+softmax statistics of its kernel; and the two products that a dense MLP begins with (a plain MLP has `UP` alone)."""
+
+SAVED: Mapping[str, tuple[str, ...]] = {
+    "attention": (ATTENTION,),
+    "gate": (ATTENTION, GATE),
+    "mlp": (ATTENTION, GATE, UP),
+}
+"""Remat → the names of what it keeps beside a layer's input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +40,6 @@ class TrainingState:
         moments: arrays of a parameter's shape that the optimizer keeps.
         moment_dtype: of the moments.
         gradient_dtype: of the gradients as the optimizer is given them.
-        remat: each layer's activations are computed again for its gradient instead of being kept.
         loss_tokens: tokens of a row whose logits exist at once: those of 4,096 tokens and 262,144 words take 4 GiB.
     """
 
@@ -31,7 +47,6 @@ class TrainingState:
     moments: int = 2
     moment_dtype: str = "float32"
     gradient_dtype: str = "float32"
-    remat: bool = True
     loss_tokens: int = 512
 
     @property
@@ -58,8 +73,8 @@ class UpdateSettings:
         optim: the optimizer.
         momentum: of sgd; without it sgd keeps no state.
         gradient_accumulation_steps: parts that an update is computed in, one after the other.
-        remat: what the backward pass computes again: full (all of a layer but its input), dots (all but the products of
-            weights) or none; auto is the least that fits where memory is known, else full.
+        remat: what the backward pass computes again, one of `REMATS`; auto is the least that fits where memory is
+            known, else full.
         zero_stage: what is divided over the devices that rows are divided over: 1 the optimizer's state, 2 gradients
             too, 3 weights too, 0 nothing; None is 3 on a mesh with an axis fsdp, else 0.
         offload_optimizer: the optimizer's state lies in the host's memory.

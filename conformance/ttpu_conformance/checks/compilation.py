@@ -123,7 +123,7 @@ def _measured(report: CompiledProgram) -> Measured:
     exchanged = ", ".join(f"{one.count} {one.op}" for one in report.collectives) or "no collectives"
     note = (
         f"{report.topology} ({mesh}): {report.peak_bytes / GIB:.2f} of {report.hbm_bytes / GIB:.2f} GiB, {exchanged}, "
-        f"{report.predicted_seconds * 1e3:.1f} ms predicted, compiled in {report.compile_seconds:.0f} s"
+        f"{report.total_seconds * 1e3:.1f} ms predicted, compiled in {report.compile_seconds:.0f} s"
     )
     details = {
         "slice": report.topology,
@@ -136,7 +136,7 @@ def _measured(report: CompiledProgram) -> Measured:
         "peak_bytes": report.peak_bytes,
         "hbm_bytes": report.hbm_bytes,
         "collectives": {one.op: {"count": one.count, "bytes": one.result_bytes} for one in report.collectives},
-        "predicted_seconds": report.predicted_seconds,
+        "predicted_seconds": report.total_seconds,
         "compile_seconds": report.compile_seconds,
     }
     return Measured(note=note, details=details)

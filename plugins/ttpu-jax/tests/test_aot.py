@@ -202,6 +202,50 @@ class TestEstimate:
         moved, flops = seen * 128 * 512 + 2 * tokens * 1024, 4 * 4 * 128 * pairs
         assert kernel.roofline_seconds == pytest.approx(max(moved / 819e9, flops / 197e12), rel=0.01)
 
+    @pytest.mark.parametrize(("gradient", "products"), [("dq", 3), ("dkv", 4)])
+    def test_the_flash_kernels_gradients_are_known_by_their_shapes(self, gradient: str, products: int) -> None:
+        """Causal: of four blocks of queries the first attends to one block of keys, and the last to four."""
+        heads = "bf16[1,2,2048,128]"
+        text = entry(
+            f"ROOT %flash_mha_bwd_{gradient}_block_q_major_512_block_k_512.3 = {heads} custom-call(%p), "
+            f'custom_call_target="tpu_custom_call", operand_layout_constraints={{{heads}{{3,2,1,0}}, '
+            f"{heads}{{3,2,1,0}}, s32[1,2048,128]{{2,1,0}}}}"
+        )
+        (kernel,) = schedule.estimate(text, "v5e").unmodelled
+        square, seen = 2 * 2048**2, (1 + 2 + 3 + 4) / 16
+        assert kernel.roofline_seconds == pytest.approx(2 * products * 128 * square * seen / 197e12)
+
+    @pytest.mark.parametrize(
+        ("work", "moved"),
+        [
+            ("%k = bf16[4096,1024]{1,0} fusion(%w, %p), kind=kCustom, calls=%rows", 2 * 4096 * 1024 * 2),
+            ("%k = bf16[4096,1024]{1,0:S(1)} fusion(%w, %p), kind=kCustom, calls=%rows", 4096 * 1024 * 2),
+            ("%k = f32[1048576]{0} sort(%v), dimensions={0}, to_apply=%less", 2 * 4 * 2**20),
+            ('%k = f32[1048576]{0} custom-call(%v), custom_call_target="tpu_custom_call"', 2 * 4 * 2**20),
+        ],
+        ids=["rows", "rows into VMEM", "sort", "kernel that states nothing"],
+    )
+    def test_what_has_no_estimate_takes_as_long_as_its_bytes(self, work: str, moved: int) -> None:
+        rows = [
+            "%rows (a: bf16[65536,1024], b: f32[8]) -> bf16[4096,1024] {",
+            "  %a = bf16[65536,1024]{1,0} parameter(0)",
+            "  %b = f32[8] parameter(1)",
+            "  ROOT %g = bf16[4096,1024]{1,0} gather(%a, %b), offset_dims={1}",
+            "}",
+            "",
+        ]
+        text = entry(
+            "%w = bf16[65536,1024]{1,0} parameter(1)",
+            "%v = f32[1048576]{0} parameter(2)",
+            work,
+            "ROOT %r = f32[8] bitcast(%p)",
+        )
+        head, _, rest = text.partition("ENTRY")
+        result = schedule.estimate(f"{head}{chr(10).join(rows)}\nENTRY{rest}", "v5e")
+        assert result.total_seconds == pytest.approx(moved / 819e9 / schedule.KERNEL_BANDWIDTH, rel=1e-4)
+        assert result.seconds == result.seconds_with_kernels == result.kernel_seconds == 0
+        assert [one.roofline_seconds for one in result.unmodelled] == [None]
+
     @pytest.mark.parametrize(
         "work",
         [

@@ -296,7 +296,8 @@ def test_the_plan_says_what_serves_each_kind_of_layer_here_and_on_a_tpu(checkpoi
     assert "splash_attention for prefill and training, decode_attention for decode" in words
 
 
-def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_ring_attention(checkpoint: Path) -> None:
+def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_that_keys_are_gathered(checkpoint: Path) -> None:
     architecture = default_registry().architecture(open_checkpoint(checkpoint).config)
     (words,) = JaxBackend().planned_kernels(architecture, shards_sequence=True).values()
-    assert words.startswith("ring_attention for prefill and training, eager for decode: the sequence is sharded along")
+    expected = "splash_attention for prefill and training, eager for decode: the default on a TPU; the keys"
+    assert words.startswith(expected)

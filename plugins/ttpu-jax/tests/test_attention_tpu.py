@@ -127,3 +127,29 @@ def test_a_training_step_with_two_rows_on_a_device_fits_into_vmem() -> None:
     query, key = abstract(8, seq, 2, 2, 128), abstract(8, 2, seq, 128)
     compiled = compile_for(topology, gradients, query, key, key, abstract(8, seq, dtype="int32"))
     assert compiled.hlo_text.count("tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(("chip", "fetched"), [("v5e", False), ("v6e", True)])
+def test_the_caches_that_a_step_writes_into_stay_in_hbm_on_v5e(chip: str, *, fetched: bool) -> None:
+    topology = tpu_topology(f"{chip}:1x1")
+    mesh = make_mesh(topology, {"tensor": 1})
+    spec = replace(GQA, num_heads=2, num_kv_heads=1, head_dim=256)
+    context = AttentionContext(mesh=mesh, head_axes=("tensor",), platform="tpu", own_keys=False)
+    rows, slots, width = 32, 1152, 4096
+
+    def abstract(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def step(x: jax.Array, kernel: jax.Array, cache: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        for _ in range(4):  # products that leave HBM idle
+            x = jax.numpy.tanh(x @ kernel)
+        own = x[:, :256].reshape(rows, 1, 1, 256)
+        cache = jax.lax.dynamic_update_slice(cache, own, (0, 0, positions[0, 0], 0))
+        query = x[:, :512].reshape(rows, 1, 1, 2, 256)
+        slots_of = jax.numpy.broadcast_to(jax.numpy.arange(slots), (rows, slots))
+        return attend("decode_attention", query, cache, cache, positions, slots_of, spec, context=context), cache
+
+    cache = abstract(rows, 1, slots, 256)
+    given = abstract(rows, width), abstract(width, width), cache, abstract(rows, 1, dtype="int32")
+    program = compile_for(topology, step, *given, donate_argnums=(2,))
+    assert ("bf16[32,1,1152,256]{3,2,1,0:T(8,128)(2,1)S(1)}" in program.hlo_text) == fetched

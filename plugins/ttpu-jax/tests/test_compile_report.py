@@ -11,8 +11,10 @@ from typer.testing import CliRunner, Result
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import open_config
 from ttpu_core.config import ModelConfig
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import PlanError, RequestError, UnsupportedError
+from ttpu_core.loading import planned_architecture
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_core.spec import AttentionSpec
@@ -20,6 +22,8 @@ from ttpu_core.spec.kernel_format import KernelFormat
 from ttpu_jax.aot.report import ProgramReport, compile_report
 from ttpu_jax.aot.topology import GIB
 from ttpu_jax.cli.compile_report import compile_report as command
+from ttpu_plan.plan_file import save_plan
+from ttpu_plan.planner import Request, plans
 
 LLAMA_8B = Path(__file__).parents[3] / "examples" / "configs" / "llama-3.1-8b.json"
 
@@ -383,6 +387,32 @@ class TestCommand:
         assert asked["strategy"] == strategy_with({"expert": ("data", "tensor"), "embed": None})
         self.run(config, "--topology", "v5e:2x4")
         assert (asked["experts"], asked["strategy"]) == ("auto", DEFAULT_STRATEGY)
+
+    def test_a_plans_mesh_and_rules_are_compiled(
+        self, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[dict[str, Any]] = []
+
+        def stand_in(_: Architecture, *names: object, **options: object) -> None:
+            asked.append(options)
+            raise RequestError("that is enough")
+
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+        rules, saved = strategy_with({"mlp": ("data", "tensor")}), tmp_path / "plan.json"
+        spec = planned_architecture(str(config)).spec
+        found = plans(spec, parse_topology("v5e:2x4"), Request("generation", strategy=rules))
+        save_plan(next(one for one in found if dict(one.mesh) == {"data": 2, "tensor": 4}), saved)
+        self.run(config, "--topology", "v5e:2x4", "--plan", saved)
+        (options,) = asked
+        assert (options["mesh"], options["slices"], options["strategy"]) == ({"data": 2, "tensor": 4}, {}, rules)
+        for other in (("--mesh", "tensor=8"), ("--sharding-rules", "mlp=none")):
+            error = self.run(config, "--topology", "v5e:2x4", "--plan", saved, *other).exception
+            assert isinstance(error, RequestError)
+            assert f"and {other[0]} were given, but a plan has a mesh and rules of its own" in str(error)
+        error = self.run(config, "--topology", "v5e:2x4", "--plan", saved, "--quantization", "w8a16").exception
+        assert isinstance(error, PlanError)
+        assert "the plan is for bfloat16 weights" in str(error)
+        assert len(asked) == 1
 
     @pytest.mark.parametrize("asked", ["auto", "whole"])
     def test_the_residual_stream_is_cut_as_asked(

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from ttpu_core.spec import AlibiSpec, AttentionSpec
 from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend
-from ttpu_jax.ops.attention.decode import BLOCK_BYTES, block_slots, serves
+from ttpu_jax.ops.attention.decode import serves
+from ttpu_jax.ops.attention.decode_kernel import BLOCK_BYTES, block_slots
 
 GQA = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
 MQA = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=128)
@@ -91,7 +92,7 @@ def both(case: Case, dtype: Any = jnp.float32, context: AttentionContext = ON_CA
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of 128 slots."""
-    monkeypatch.setattr("ttpu_jax.ops.attention.decode.BLOCK_BYTES", 1)
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", 1)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -167,7 +168,7 @@ def test_what_it_does_not_serve(
 
 
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttpu_jax.ops.attention.decode.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", BLOCK_BYTES)
     assert block_slots(2048, 256) == 2048, "which takes 512 KiB"
     assert block_slots(8192, 256) == 2048
     assert block_slots(1152, 8 * 512) == 128 and block_slots(1152, 1024) == 384

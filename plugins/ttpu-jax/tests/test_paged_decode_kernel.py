@@ -21,6 +21,7 @@ from ttpu_jax.ops.paged_attention import (
     RaggedBatch,
     api,
     decode_kernel,
+    decode_limits,
     empty_pages,
     page_bytes,
     write,
@@ -108,7 +109,7 @@ def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str 
     query, keys, values, sinks = numbers(case, spec)
     sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
     kv = filled(case, spec, keys, values, dtype)
-    assert decode_kernel.unserved_step(spec, case.batch, case.tokens) is None
+    assert decode_limits.unserved_step(spec, case.batch, case.tokens) is None
     run = jax.jit(
         lambda x, kv, batch: decode_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True)
     )
@@ -214,8 +215,8 @@ def test_layers_that_it_does_not_serve(spec: AttentionSpec, dtype: str, in_key: 
 
 def test_steps_that_it_does_not_serve() -> None:
     drafts = step([4, 1, 4], [9, 22, 61])
-    assert decode_kernel.unserved_step(GQA, drafts.batch, drafts.tokens) is None
-    assert "several chunks" in str(decode_kernel.unserved_step(replace(GQA, chunk=32), drafts.batch, drafts.tokens))
+    assert decode_limits.unserved_step(GQA, drafts.batch, drafts.tokens) is None
+    assert "several chunks" in str(decode_limits.unserved_step(replace(GQA, chunk=32), drafts.batch, drafts.tokens))
     mixed = ragged([17, 1], [17, 20], page_size=PAGE, pages=6, tokens=34)
-    assert "at most 16 queries" in str(decode_kernel.unserved_step(GQA, mixed.batch, mixed.tokens))
-    assert "with room for" in str(decode_kernel.unserved_step(GQA, step().batch, 64))
+    assert "at most 16 queries" in str(decode_limits.unserved_step(GQA, mixed.batch, mixed.tokens))
+    assert "with room for" in str(decode_limits.unserved_step(GQA, step().batch, 64))

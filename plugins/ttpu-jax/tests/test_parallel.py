@@ -9,20 +9,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from strategies import FAMILIES, checkpoint
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
 from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
-from ttpu_core.loading import Purpose
+from ttpu_core.loading import Purpose, planned_architecture
 from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_jax import parallel
 from ttpu_jax.parallel import placement_for, planned
 from ttpu_jax.params.mesh import arrange
 from ttpu_jax.runner.build import refuse_idle_devices
 from ttpu_plan.plan_file import save_plan
-from ttpu_plan.planner import Request, best_plan
+from ttpu_plan.planner import Request, best_plan, plans
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +174,35 @@ def test_auto_knows_slices_and_single_cores(spec: Any) -> None:
     core: Any = [replace(Chip(0), device_kind="TPU7x")]
     assert planned(spec, core, DEFAULT_STRATEGY, "bfloat16", "generate").num_devices == 1
     assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of a mixture of eight experts with one KV head, which many devices would have several times."""
+    config = {**FAMILIES["mistral"], "num_local_experts": 8, "num_attention_heads": 4, "num_key_value_heads": 1}
+    return checkpoint(tmp_path_factory.mktemp("mixture") / "mixtral", config)
+
+
+def test_a_plan_that_shards_experts_along_the_rows_is_followed(mixture: Path, tmp_path: Path) -> None:
+    found = plans(architecture_of(mixture), parse_topology("v5e:2x4"), Request("generation", dtype="float32"))
+    plan = next(one for one in found if one.layout == "data=2,tensor=4; expert=data+tensor")
+    save_plan(plan, tmp_path / "plan.json")
+    model = AutoModelForTPU.from_pretrained(mixture, plan=tmp_path / "plan.json")
+    assert model.programs.runtime.placement.strategy == strategy_with({"expert": ("data", "tensor")})
+    kernel = model.params["layers.0.moe.experts.down.kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (1, *kernel.shape[1:])
+    prompts = np.array([[5, 6, 7], [8, 9, 10]])
+    asked = {"max_new_tokens": 4, "do_sample": False}
+    alone = AutoModelForTPU.from_pretrained(mixture)
+    assert np.array_equal(model.generate(prompts, **asked), alone.generate(prompts, **asked))
+
+
+def test_auto_generates_with_the_rules_of_the_fastest_plan() -> None:
+    ttpu_qwen = pytest.importorskip("ttpu_qwen")
+    config = Path(ttpu_qwen.__file__).parent / "configs" / "qwen3-30b-a3b.json"
+    spec = planned_architecture(str(config)).spec
+    by_rule = placement_for(spec, parallelism_strategy="auto")
+    assert by_rule.mesh is not None and dict(by_rule.mesh.shape) == {"data": 2, "tensor": 4}
+    assert by_rule.strategy == strategy_with({"expert": ("data", "tensor")})
+    served = placement_for(spec, parallelism_strategy="auto", purpose="serve")
+    assert served.strategy == DEFAULT_STRATEGY

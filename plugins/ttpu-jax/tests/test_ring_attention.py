@@ -106,10 +106,11 @@ def layers(*specs: AttentionSpec) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(spec, None, NormSpec()) for spec in specs)
 
 
-def test_auto_takes_it_where_the_sequence_is_cut() -> None:
-    found = choice.choose("auto", layers(SPEC), "tpu", sequence_axes=("sequence",))
+def test_auto_takes_it_where_the_sequence_is_cut_and_the_kernel_for_tpus_does_not_serve() -> None:
+    found = choice.choose("auto", layers(SPEC), "cpu", sequence_axes=("sequence",))
     (kind,) = found.kinds
     assert (found.name, kind.prefill, kind.decode) == ("ring_attention", "ring_attention", "eager")
+    assert choice.choose("ring_attention", layers(SPEC), "tpu", sequence_axes=("sequence",)).name == "ring_attention"
     assert choice.choose("eager", layers(SPEC), "tpu", sequence_axes=("sequence",)).name == "eager"
 
 
@@ -120,4 +121,4 @@ def test_it_is_refused_where_no_axis_cuts_the_sequence() -> None:
 
 def test_kernels_for_whole_sequences_are_refused_where_it_is_cut() -> None:
     with pytest.raises(UnsupportedError, match="it needs the whole sequence on one device"):
-        choice.choose("splash_attention", layers(SPEC), "tpu", sequence_axes=("sequence",))
+        choice.choose("xla_flash_attention", layers(SPEC), "tpu", sequence_axes=("sequence",))

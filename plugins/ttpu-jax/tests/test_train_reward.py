@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_core.spec.training_flops import training_flops
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.reward_model import JaxRewardModel, classifier_of
@@ -23,7 +24,6 @@ from ttpu_train.export import export_run
 from ttpu_train.grpo.reward_models import RewardModel
 from ttpu_train.objectives import Reward
 from ttpu_train.runner import Batch, CheckpointPolicy, OptimizerSettings, ScheduleSettings, StepSettings
-from ttpu_train.throughput import training_flops
 from ttpu_train.trainer import Trainer
 
 ROWS, SEQ, PAD = 16, 10, 258

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from jax.sharding import NamedSharding, PartitionSpec
 from test_padded import GQA
 
-from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
+from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, MoESpec, NormSpec
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import train_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
@@ -26,7 +26,7 @@ from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops.masters import Master, rounded
 from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
-from ttpu_jax.params.initialize import random_parameters
+from ttpu_jax.params.initialize import abstract_parameters, random_parameters
 from ttpu_jax.params.placement import Placement, local_placement
 from ttpu_jax.train.step import TrainStep
 
@@ -47,15 +47,15 @@ def mesh_of(names: tuple[str, ...]) -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("features", [8, 256])
+@pytest.mark.parametrize(("features", "seq"), [(8, 6), (256, 6), (256, 520)])  # with many rows two blocks at once
 @pytest.mark.parametrize("case", MESHES)
-def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features: int, dtype: Any) -> None:
+def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features: int, seq: int, dtype: Any) -> None:
     names, of_kernel, of_rows = MESHES[case]
     mesh = mesh_of(names)
     ring = gradient_ring(mesh, of_kernel, of_rows)
     assert ring is not None and ring.axis == "fsdp"
-    x, kernel = RANDOM.standard_normal((8, 6, 2 * features)), RANDOM.standard_normal((8, features // 4, 2 * features))
-    wanted = jnp.asarray(RANDOM.standard_normal((8, 6, 8, features // 4)), jnp.float32)
+    x, kernel = RANDOM.standard_normal((8, seq, 2 * features)), RANDOM.standard_normal((8, features // 4, 2 * features))
+    wanted = jnp.asarray(RANDOM.standard_normal((8, seq, 8, features // 4)), jnp.float32)
 
     def total(x: Any, kernel: Any, ring: Any) -> jax.Array:
         return (trained_product(x, kernel, dtype, ring).astype(jnp.float32) * wanted).sum()
@@ -76,10 +76,11 @@ def test_gradients_summed_in_a_ring_are_those_of_one_device(case: str, features:
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=close * np.abs(theirs).max())
 
 
-def test_two_kernels_go_around_both_ways() -> None:
+@pytest.mark.parametrize("seq", [3, 40])
+def test_two_kernels_go_around_both_ways(seq: int) -> None:
     mesh = mesh_of(("fsdp",))
     ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()))
-    x = jnp.asarray(RANDOM.standard_normal((8, 3, 16)), jnp.float32)
+    x = jnp.asarray(RANDOM.standard_normal((8, seq, 16)), jnp.float32)
     kernels = jnp.asarray(RANDOM.standard_normal((2, 5, 16)), jnp.float32)
 
     def total(x: Any, kernels: Any, ring: Any) -> jax.Array:
@@ -232,3 +233,26 @@ def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exist
     loops = re.findall(r" = \((.*)\) while\(", program.hlo_text)
     assert any("f32[6,2048,128]" in loop or "f32[6,128,2048]" in loop for loop in loops)
     assert not any("bf16[6,2,2048,128]" in loop and "f32[6,2,2048,128]" not in loop for loop in loops)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("hidden", [512, 1024])
+def test_weights_that_do_not_fill_lanes_are_rounded_before_the_loop(hidden: int) -> None:
+    """Of 512 features each of eight v5e chips has 64, and the compiler would copy the float32 weights of all layers."""
+    experts = MoESpec(8, 2, 256)
+    layer = LayerSpec(replace(GQA, num_heads=8, num_kv_heads=4, head_dim=128, rope=replace(GQA.rope, rotary_dim=128)),
+                      MLPSpec(2048), NORM)  # fmt: skip
+    mixture = replace(layer, mlp=experts)
+    spec = ArchitectureSpec("tiny", EmbeddingSpec(4096, hidden), (layer,) * 3 + (mixture,) * 3, NORM, HeadSpec(), 1024)
+    placement = Placement(make_mesh(tpu_topology("v5e:2x4"), {"fsdp": 8}))
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers), dtype=np.dtype(jnp.bfloat16), trains=True)
+    model = causal_model(spec, runtime, stacked=True, remat="full")
+    step = TrainStep(model, np.dtype(jnp.bfloat16))
+    params = abstract_parameters(model.parameters, placement, np.dtype(np.float32))
+    weights, trained = jax.eval_shape(step._weights, params)
+    masters = {path for path, value in weights.items() if isinstance(value, Master)}
+    narrow = {path for path in params if path.endswith(("qkv.kernel", "experts.gate_up.kernel"))}
+    taken_apart = {path for path in params if path.endswith(".mlp.gate_up.kernel")}
+    assert len(narrow) == 3 and taken_apart <= masters
+    assert not narrow & masters if hidden == 512 else narrow <= masters
+    assert all(weights[path].dtype == trained[path].dtype == jnp.bfloat16 for path in narrow - masters)

@@ -50,6 +50,7 @@ from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.load import load_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.quantized import groupings_for
+from ttpu_jax.text_tokenizer import text_tokenizer
 from ttpu_jax.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class JaxBackend:
         """
         began = time.perf_counter()
         initialize()
+        if options.purpose == "generate":
+            self.keep_compiled()
         check_supported(architecture.spec)
         if options.random_seed is not None and options.quantization is not None:
             raise RequestError(
@@ -172,7 +175,7 @@ class JaxBackend:
         cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
         programs = Programs(causal_model(spec, runtime), params, cache_dtype, on_compile=on_compile)
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer = text_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)
         model.quantization = report

@@ -29,6 +29,7 @@ from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutp
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.ops.kernels import AdaptedKernel
 from ttpu_jax.params.export import save_checkpoint
+from ttpu_jax.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from ttpu_serve.api.engine_config import EngineConfig
@@ -46,7 +47,7 @@ class JaxCausalLM:
         programs: compiles and runs the model's programs.
         params: Flax path → `jax.Array`, padded for the mesh.
         dtype: of the parameters.
-        tokenizer: the checkpoint's transformers tokenizer, or None.
+        tokenizer: the checkpoint's tokenizer, a `TextTokenizer` or transformers'; None without one.
         load_seconds: how long loading took.
         paddings: Flax path → padding, for the parameters that are padded.
 
@@ -68,7 +69,7 @@ class JaxCausalLM:
         load_seconds: float = 0.0,
         paddings: Paddings | None = None,
     ) -> None:
-        self.architecture, self.params, self.dtype, self.tokenizer = architecture, params, dtype, tokenizer
+        self.architecture, self.params, self.dtype, self._tokenizer = architecture, params, dtype, tokenizer
         self.timings = Timings(load_seconds=load_seconds)
         self.programs = programs
         self.paddings: Paddings = paddings or {}
@@ -77,6 +78,18 @@ class JaxCausalLM:
         self.quantization: QuantizationReport | None = None
         """What is quantized, how, and what is not and why; None for a model that is not quantized."""
         self._checkpoint = checkpoint
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's transformers tokenizer, or None. It is loaded when it is asked for, if it was not needed to
+        read the checkpoint."""
+        if isinstance(self._tokenizer, TextTokenizer):
+            self._tokenizer = self._tokenizer.whole()
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     @property
     def spec(self) -> ArchitectureSpec:
@@ -129,7 +142,7 @@ class JaxCausalLM:
         Raises:
             RequestError: the input is text, has ids outside the vocabulary, or is longer than the context.
         """
-        prompts = read_prompts(input_ids, attention_mask, self.tokenizer, self.spec.vocab_size)
+        prompts = read_prompts(input_ids, attention_mask, self._tokenizer, self.spec.vocab_size)
         if prompts.form == "text":
             raise RequestError(
                 "a model was called with text, but logits are computed for ids: call generate(), or tokenize."
@@ -325,7 +338,7 @@ class JaxCausalLM:
                     f"{name} has the token id {max(tokens)}, but ids of this model run from 0 to "
                     f"{self.spec.vocab_size - 1}: correct it."
                 )
-        return read_prompts(inputs, mask, self.tokenizer, self.spec.vocab_size), options
+        return read_prompts(inputs, mask, self._tokenizer, self.spec.vocab_size), options
 
     def _call(self, prompts: Prompts, options: GenerationOptions, calls: HostCalls) -> Call:
         stop_ids = self._stop_ids(options)
@@ -338,7 +351,7 @@ class JaxCausalLM:
             prompts.prompts,
             options,
             stop_ids,
-            self.tokenizer,
+            self._tokenizer,
             self.context,
             np.repeat(heads, options.num_return_sequences, axis=0),
             pad,
@@ -397,14 +410,14 @@ class JaxCausalLM:
     def _stop_ids(self, options: GenerationOptions) -> frozenset[int]:
         ends: Any = options.eos_token_id
         if ends is None:
-            ends = self.architecture.config.get("eos_token_id", getattr(self.tokenizer, "eos_token_id", None))
+            ends = self.architecture.config.get("eos_token_id", getattr(self._tokenizer, "eos_token_id", None))
         ends = () if ends is None or options.ignore_eos else ends if isinstance(ends, tuple) else (ends,)
         return frozenset((*ends, *options.stop_token_ids))
 
     def _pad(self, options: GenerationOptions, stop_ids: frozenset[int]) -> int:
         pad = options.pad_token_id
         if pad is None:
-            pad = self.architecture.config.get("pad_token_id", getattr(self.tokenizer, "pad_token_id", None))
+            pad = self.architecture.config.get("pad_token_id", getattr(self._tokenizer, "pad_token_id", None))
             pad = None if pad is not None and pad < 0 else pad  # -1 in old configs means none
         return (min(stop_ids) if stop_ids else 0) if pad is None else pad
 

@@ -148,6 +148,7 @@ def test_the_request_is_part_of_what_is_printed_as_json(config: Path) -> None:
         "dtype": "bfloat16",
         "quantization": None,
         "kv_cache": None,
+        "new_tokens": None,
         "update": None,
     }
     serving = as_json(config, "--quantization", "int8")

@@ -238,6 +238,14 @@ def test_a_plan_to_train_computes_no_more_again_than_it_must(tmp_path: Path) -> 
     settings = {name: one.programs[0].workload.settings for name, one in found.items()}
     assert [one.remat for one in settings.values()] == ["full", "none"]
     assert settings["v5e:4x4"] == replace(update, remat="full")
+    # With weights divided too there is room for more, and with twice the rows for less.
+    whole = replace(update, zero_stage=None)
+    for rows, remat in ((32, "mlp"), (64, "attention"), (128, "full")):
+        request = replace(TRAINING, update=whole, batch=rows)
+        chosen = next(
+            one for one in plans(published(LLAMA), parse_topology("v5e:4x4"), request) if one.mesh == (("fsdp", 16),)
+        )
+        assert chosen.programs[0].workload.settings.remat == remat
     assert found["v5e:4x4"].programs[0].workload.batch == 2 * 16  # a row a device in each part
     save_plan(found["v5e:4x4"], tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == found["v5e:4x4"]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ttpu_core.architecture import Architecture
     from ttpu_core.sharding.verification import Verification
+    from ttpu_plan.batches import Batch
     from ttpu_plan.plan import Plan
     from ttpu_plan.planner import NoFit, Request
 
@@ -58,9 +59,22 @@ def plan(
     ] = PurposeChoice.inference,
     batch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Rows of a step, over all replicas. Without it 32, or one a device to train."),
+        typer.Option(
+            metavar="N",
+            help="Rows of a step, over all replicas. Without it 32, or to train one a device, and the best batch is "
+            "proposed.",
+        ),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="To generate: tokens of each answer, by which plans are ranked. Where answers are short, meshes that "
+            "shard the tokens of prompts are the fastest. Without it as many as a prompt has.",
+        ),
+    ] = None,
     quantization: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Of the layers' weights, to serve: w8a16, w4a16-g128, fp8, mxfp4."),
@@ -86,8 +100,8 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="To train, what the backward pass computes again: full (the default), dots, none, or auto, the least "
-            "that fits.",
+            help="To train, what the backward pass computes again: full (the default), attention, gate, dots, mlp or "
+            "none, each less than the one before, or auto, the least that fits.",
         ),
     ] = None,
     offload_optimizer: Annotated[
@@ -125,6 +139,7 @@ def plan(
     \b
       ttpu plan ./llama/config.json
       ttpu plan ./llama --topology v5e:2x4 --batch 64 --save plan.json
+      ttpu plan ./llama --topology v5e:2x4 --task generation --batch 1 --new-tokens 1    # prompts alone
       ttpu plan ./llama --topology v5p:4x4x4 --task training --verify --picture memory.html
       ttpu plan ./llama --topology v5e:4x4 --task training --zero-stage 2 --optim lion --save plan.json
 
@@ -156,7 +171,9 @@ def plan(
     }
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     update = UpdateSettings(**given) if given else None
-    request = Request(task.value, batch, context, quantization=quantization, kv_cache=kept, update=update)
+    request = Request(
+        task.value, batch, context, quantization=quantization, kv_cache=kept, update=update, new_tokens=new_tokens
+    )
     if verify and given:
         raise RequestError(
             f"--verify was given with --{', --'.join(given).replace('_', '-')}, but it compiles a step of AdamW on "
@@ -166,6 +183,7 @@ def plan(
     without_plugin = {
         "--verify": verify, "--save": save, "--picture": picture, "--quantization": quantization,
         "--kv-cache-dtype": kept, "--patch-pack": patch_pack, "--task": task is PurposeChoice.training,
+        "--new-tokens": new_tokens,
     }  # fmt: skip
     if _planned_without_plugin(checkpoint, topology, request, best, without_plugin, as_json):
         return
@@ -179,11 +197,18 @@ def plan(
     if verify:
         fitting = [one for one in shown if one in verified and not _refused(one, verified)]
     reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
+    proposed = None
+    if task is PurposeChoice.training and batch is None and topology is not None and fitting:
+        proposed = _best_batch(architecture, topology, request, remat)
     if as_json:
         content = _as_json(checkpoint, architecture, topology, request, shown, without, verified)
+        if proposed is not None:
+            content["best_batch"] = _batch_json(proposed, architecture)
         print_json({**content, "nothing_fits": _nothing_fits(reason, nothing)})
     else:
         _print(checkpoint, architecture, request, shown, without, verified)
+        if proposed is not None:
+            stdout_console().print(_batch_words(proposed, architecture))
     if picture is not None and shown:
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
@@ -326,6 +351,41 @@ def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str
     )
 
 
+def _best_batch(architecture: Architecture, topology: str, request: Request, remat: str | None) -> Batch | None:
+    """The rows that some slices are predicted to train fastest with; where `remat` is given, with that."""
+    from typing import cast
+
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_core.sharding.training_state import REMATS, Recomputation
+    from ttpu_plan.batches import best_batch
+
+    remats = REMATS if remat in (None, "auto") else (cast("Recomputation", remat),)
+    with stderr_console().status(f"looking for the best batch for {topology}"):
+        return best_batch(architecture.spec, parse_topology(topology), request, remats)
+
+
+def _batch_json(batch: Batch, architecture: Architecture) -> dict[str, Any]:
+    return {
+        "rows": batch.rows,
+        "rows_each": batch.rows_each,
+        "remat": batch.remat,
+        "mesh": dict(batch.plan.mesh),
+        "memory_bytes": batch.plan.memory.total,
+        "seconds": batch.plan.seconds,
+        "mfu": batch.mfu(architecture.spec),
+    }
+
+
+def _batch_words(batch: Batch, architecture: Architecture) -> str:
+    plan = batch.plan
+    return (
+        f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} "
+        f"--remat {batch.remat}), {batch.rows_each} on each device that rows are divided over; "
+        f"{plan.memory.total / GIB:.1f} of {plan.hbm_bytes / GIB:.1f} GiB, {_milliseconds(plan.seconds)} a step, "
+        f"MFU {batch.mfu(architecture.spec):.0%} at most."
+    )
+
+
 def _refused(one: Plan, verified: Verified) -> bool:
     return any(program.peak_bytes is None for program in verified.get(one, ()))
 
@@ -352,11 +412,11 @@ def _name(one: Plan) -> str:
 
 
 def _used_with(checkpoint: str, one: Plan, saved: Path) -> str:
-    """The command that runs what a plan to serve or to train was made for."""
+    """The command that runs what a plan was made for."""
     if one.program("train") is not None:
         return f"; train with `ttpu train run.yaml model={checkpoint} plan={saved}`"
     if not one.is_served:
-        return ""
+        return f"; generate with `ttpu generate {checkpoint} --plan {saved}`"
     workload = one.programs[0].workload
     limits = f"--max-num-seqs {workload.batch} --max-model-len {workload.context}"
     limits += f" --kv-cache-dtype {workload.kv_cache}" if workload.kv_cache else ""
@@ -404,6 +464,7 @@ def _as_json(
             "dtype": request.dtype,
             "quantization": request.quantization,
             "kv_cache": request.kv_cache,
+            "new_tokens": request.new_tokens,
             "update": None if request.update is None else asdict(request.update),
         },
         "note": NOTE,

@@ -2,10 +2,11 @@
 by cause. The model is a roofline with the chip's published rates, which ranks meshes well but does not give absolute
 times.
 
-*Overlap.* Memory reads overlap with compute. Sums over `tensor` and `expert` stand between two products, so nothing
-overlaps with them, but where the rows of the residual stream are cut (`ttpu_core.sharding.stream`): those of dense MLPs
-go around a ring while their products are computed. Gathering weights, reducing gradients, and transfers between slices
-overlap with the layer before or after. So a layer takes max(compute, memory, background communication) + sums.
+*Overlap.* Memory reads overlap with compute. Sums over `tensor` and `expert`, and gathers of tokens for experts, stand
+between two products, so nothing overlaps with them, but where the rows of the residual stream are cut
+(`ttpu_core.sharding.stream`): those of dense MLPs go around a ring while their products are computed. Gathering
+weights, reducing gradients, and transfers between slices overlap with the layer before or after. So a layer takes
+max(compute, memory, background communication) + sums.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from ttpu_core.spec.arithmetic import (
     kv_elements,
     product_flops,
 )
+from ttpu_plan.activations import keeps_attention, kept_share, product_is_needed
 from ttpu_plan.estimate import TimeEstimate
 from ttpu_plan.links import Links, links_of
-from ttpu_plan.memory import layer_cache_shapes, local_tokens, weight_bytes
+from ttpu_plan.memory import layer_cache_shapes, weight_bytes
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
+from ttpu_plan.tokens import busiest_share, expert_tokens, gathered_along, local_tokens
 from ttpu_plan.workload import Workload
 
 MXU_SHARE = 0.8
@@ -109,14 +112,14 @@ class _Program:
         return self.workload.task == "train"
 
     @property
-    def forwards(self) -> int:
-        """How often a layer's products are computed forwards: again for its gradient where they are not kept."""
-        return 1 + (self.trains and self.workload.settings.remat in ("full", "auto"))
+    def remat(self) -> str:
+        """What a training step computes again."""
+        return "full" if self.workload.settings.remat == "auto" else self.workload.settings.remat
 
-    @property
-    def products(self) -> int:
-        """Products for each weight: forwards, and two for the gradients of inputs and weights."""
-        return self.forwards + 2 * self.trains
+    def forwards(self, one: ParameterShard, kind: LayerShards) -> float:
+        """How often a product is computed forwards: again for the gradient where its result is read and not kept."""
+        again = self.trains and product_is_needed(one, kind)
+        return 1 + again * (1 - kept_share(one, kind.layer, self.remat))
 
     def layer(self, kind: LayerShards) -> _Part:
         """One layer, forwards and back."""
@@ -126,31 +129,43 @@ class _Program:
         flops = traffic = 0.0
         for one in kind.used:
             read = float(weight_bytes([one], self.workload, gathered=True))
-            if one.is_matrix:
-                used, active = expert_shares(kind.layer.mlp, rows * tokens) if one.of_experts else (1.0, 1.0)
-                read *= used
-                flops += product_flops(active * prod(one.gathered), rows * tokens)
-                ends = (one.gathered[-1] + prod(one.gathered[:-1])) / (one.gathered[0] if one.of_experts else 1)
-                each = kind.layer.mlp.experts_per_token if one.of_experts and isinstance(kind.layer.mlp, MoESpec) else 1
-                traffic += rows * tokens * each * ends * item
-            traffic += read
+            times = self.forwards(one, kind) + 2 * self.trains if one.is_matrix else 1 + 2 * self.trains
+            if one.is_matrix and one.of_experts:
+                share, products, given = self._of_experts(kind, one)
+                read *= share
+                flops += times * products
+                traffic += times * given
+            elif one.is_matrix:
+                flops += times * product_flops(prod(one.gathered), rows * tokens)
+                traffic += times * rows * tokens * (one.gathered[-1] + prod(one.gathered[:-1])) * item
+            traffic += times * read
             self._gather(part, one, bits)
-        self._sum_experts(part, kind, rows * tokens)
+        self._exchange_for_experts(part, kind)
         for one in kind.used:
             if one.is_matrix and not one.of_experts and one.gathered[-1] < one.parameter.shape[-1]:
-                by = tuple(a for a in one.mesh_axes[-1] if a not in self._token_axes())
-                size = rows * tokens * prod(one.gathered[:-1]) * item
+                by, size = one.multiplied_axes[-1], rows * tokens * prod(one.gathered[:-1]) * item
                 if self._in_ring(one, rows, tokens, by):
                     self._in_background(part, "all-reduce", size, by)
                 else:
-                    self._sum(part, size, by)
-        flops += self._attention_flops(kind, rows, tokens)
+                    self._sum(part, size, by, self.forwards(one, kind))
+        flops += (1 + self.trains * (3 - keeps_attention(self.remat))) * self._attention_flops(kind, rows, tokens)
         if self.workload.task != "train":
             traffic += self._cache_traffic(kind)
         self._exchange_keys(part, kind, rows)
-        part.compute = self.products * flops / (self.topology.chip.bf16_flops * MXU_SHARE)
-        part.hbm = self.products * traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
+        part.compute = flops / (self.topology.chip.bf16_flops * MXU_SHARE)
+        part.hbm = traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE)
         return part
+
+    def _of_experts(self, kind: LayerShards, one: ParameterShard) -> tuple[float, float, float]:
+        """Of a kernel of experts, on the device whose experts are chosen most often: the share of it that is read, the
+        FLOPs of its products, and the bytes of their operands and results, each of a token's experts having a row."""
+        mlp, tokens = kind.layer.mlp, expert_tokens(self.model, kind.used, self.workload)
+        assert isinstance(mlp, MoESpec)
+        used, active = expert_shares(mlp, tokens)
+        most = busiest_share(mlp, tokens, prod(self.model.mesh[axis] for axis in one.multiplied_axes[0]))
+        ends = one.gathered[-1] + prod(one.gathered[1:-1])
+        given = tokens * mlp.experts_per_token * ends * self.workload.bytes_per_element
+        return min(1.0, used * most), product_flops(active * most * prod(one.gathered), tokens), given
 
     def ends(self) -> _Part:
         """Looking tokens up, what projects between tables and stream, and the logits: of a row's last token, or of all
@@ -172,8 +187,7 @@ class _Program:
         assert table is not None
         for one in {one.path: one for one in (head, table, *between)}.values():
             self._gather(part, one, bits)
-        by = tuple(a for a in table.mesh_axes[0] if a not in self._token_axes())
-        self._sum(part, rows * tokens * table.gathered[1] * item, by)
+        self._sum(part, rows * tokens * table.gathered[1] * item, table.multiplied_axes[0])
         return part
 
     def update(self) -> _Part:
@@ -192,37 +206,45 @@ class _Program:
     def _in_ring(self, one: ParameterShard, rows: int, tokens: int, by: tuple[str, ...]) -> bool:
         """Whether the sums of an MLP's product go around a ring, during the products."""
         dense = self.workload.quantization is None and one.path.endswith("mlp.down.kernel")
-        return dense and not self.trains and len(by) == 1 and cuts_rows(rows, tokens, self.model.mesh[by[0]])
+        whole = not self.model.axes_of(axes.SEQUENCE, self.workload.tokens)
+        return dense and whole and not self.trains and len(by) == 1 and cuts_rows(rows, tokens, self.model.mesh[by[0]])
 
     def _gather(self, part: _Part, one: ParameterShard, bits: int) -> None:
         """Weights sharded along the tokens' axes are gathered each time a layer is run; in training their gradients are
         scattered back, and summed over the tokens' other axes."""
-        sharding = {a for by in one.mesh_axes for a in by}
-        tokens = self._token_axes()
-        over = tuple(a for a in self.model.mesh if a in sharding and a in tokens)
+        sharding, staying = ({a for by in of for a in by} for of in (one.mesh_axes, one.multiplied_axes))
+        over = tuple(a for a in self.model.mesh if a in sharding - staying)
         stored = weight_bytes([one], self.workload) if not self.trains else tiled_bytes(one.local, bits)
         if over:
             whole = stored * prod(self.model.mesh[a] for a in over)
-            self._in_background(part, "all-gather", whole * self.forwards, over)
+            self._in_background(part, "all-gather", whole * (1 + self.trains), over)
             if self.trains:
                 self._in_background(part, "reduce-scatter", stored, over)
         if self.trains:
-            others = tuple(a for a in self.model.mesh if a in tokens and a not in sharding)
+            others = tuple(a for a in self.model.mesh if a in self._token_axes() - sharding)
             self._in_background(part, "all-reduce", stored, others)
 
-    def _sum_experts(self, part: _Part, kind: LayerShards, tokens: int) -> None:
-        """Each device adds what its experts, and its part of each, give to all of its tokens, in float32."""
+    def _exchange_for_experts(self, part: _Part, kind: LayerShards) -> None:
+        """Each device adds what its experts, and its part of each, give to all of their tokens, in float32. Tokens that
+        are sharded along the experts' axes are gathered before."""
+        gathered = gathered_along(self.model, kind.used, self.workload)
+        features = expert_tokens(self.model, kind.used, self.workload) * self.model.spec.hidden_size
         for one in kind.used:
             if one.of_experts and one.path.endswith("down.kernel"):
-                by = tuple(a for a in (*one.mesh_axes[0], *one.mesh_axes[-1]) if a not in self._token_axes())
-                self._sum(part, tokens * self.model.spec.hidden_size * 4, by)
+                by, times = (*one.multiplied_axes[0], *one.multiplied_axes[-1]), self.forwards(one, kind)
+                self._sum(part, features * 4, by, times)
+                self._between(part, "all-gather", features * self.workload.bytes_per_element, gathered, times)
 
-    def _sum(self, part: _Part, size: float, by: tuple[str, ...]) -> None:
-        """An all-reduce forwards, and one for the gradient of the product's input."""
+    def _sum(self, part: _Part, size: float, by: tuple[str, ...], forwards: float = 1) -> None:
+        """An all-reduce forwards, as often as given, and one for the gradient of the product's input."""
+        self._between(part, "all-reduce", size, by, forwards)
+
+    def _between(self, part: _Part, op: str, size: float, by: tuple[str, ...], forwards: float = 1) -> None:
+        """An exchange between two products, as often forwards as given, and one like it for the gradient."""
         if by:
-            ici, dcn = self.links.seconds("all-reduce", size, by)
-            part.sums += (self.forwards + self.trains) * ici
-            part.sums_dcn += (self.forwards + self.trains) * dcn
+            ici, dcn = self.links.seconds(op, size, by)
+            part.sums += (forwards + self.trains) * ici
+            part.sums_dcn += (forwards + self.trains) * dcn
 
     def _in_background(self, part: _Part, op: str, size: float, by: tuple[str, ...]) -> None:
         if by:
@@ -238,7 +260,7 @@ class _Program:
             return
         size = rows * self.workload.context * kv_elements(mixer)
         size //= self.model.devices(axes.KV_HEADS, mixer.num_kv_heads)
-        times = self.forwards + 2 * self.trains
+        times = 1 + (3 - keeps_attention(self.remat)) * self.trains
         self._in_background(part, "all-gather", times * size * self.workload.bytes_per_element, by)
 
     def _cache_traffic(self, kind: LayerShards) -> float:
@@ -250,7 +272,8 @@ class _Program:
         return size * attended_tokens(kind.layer.mixer, self.workload.context) / self.workload.context
 
     def _attention_flops(self, kind: LayerShards, rows: int, tokens: int) -> float:
-        """Scores and sums of softmax attention; of a causal one over the same tokens, half."""
+        """Scores and sums of softmax attention; of a causal one over the same tokens, half, but of a sequence that is
+        sharded what its last part has, for which the others wait."""
         mixer = kind.layer.mixer
         if not isinstance(mixer, AttentionSpec):
             return 0.0
@@ -265,7 +288,8 @@ class _Program:
             seen = kept_slots(mixer, seen)
         else:
             reach = attended_tokens(mixer, seen)
-            seen = reach - reach // 2 if mixer.causal and reach == seen else reach
+            parts = self.model.devices(axes.SEQUENCE, self.workload.tokens)
+            seen = reach - reach // (2 * parts) if mixer.causal and reach == seen else reach
         return attention_flops(heads, mixer, rows * tokens * seen)
 
 

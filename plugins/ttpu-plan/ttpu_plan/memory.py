@@ -4,7 +4,7 @@ bytes by purpose. The total predicts the TPU compiler's `peak_memory_in_bytes` f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -14,13 +14,14 @@ from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MoESpec, axes
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, axes
 from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
-from ttpu_core.spec.parameters import norm_names
+from ttpu_plan.activations import kept_beside_input, needed, normalized, working_set
 from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
+from ttpu_plan.tokens import axes_of_rows, local_tokens
 from ttpu_plan.workload import Workload
 from ttpu_plan.zero import stage_of, state_strategy, weight_strategy
 
@@ -101,7 +102,7 @@ def _inference(model: ModelShards, workload: Workload, chip: Chip | None) -> Mem
     rows, tokens = local_tokens(model, workload)
     item = workload.bytes_per_element
     logits = 2 * tiled_bytes((rows, model.head.gathered[0]), 32)
-    activations = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
+    activations = max((working_set(model, kind, workload) for kind in model.layers), default=0)
     if workload.task == "decode":
         # Scores of attention without a kernel, as some layers have it: float32 logits and their softmax, over all slots
         # that are kept.
@@ -141,7 +142,7 @@ def _serving(model: ModelShards, workload: Workload, shapes: ServedShapes) -> Me
 
 def _of_step(model: ModelShards, workload: Workload) -> int:
     _, tokens = local_tokens(model, workload)
-    widest = max((_working_set(model, kind, workload) for kind in model.layers), default=0)
+    widest = max((working_set(model, kind, workload) for kind in model.layers), default=0)
     return widest + STREAMS * tokens * model.spec.hidden_size * workload.bytes_per_element
 
 
@@ -225,7 +226,7 @@ def _training(
         summed = sum(count * weight_bytes(shards, workload, of_sum) for count, shards in _parts(given))
     rounded = relaid = 0
     if not rounds_all:
-        relaid = _relaid_masters(state, workload)
+        rounded, relaid = _rounded_before_loop(state, workload), _relaid_table(state, workload)
     else:
         rounded = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(model))
     head, table = model.head, model.end("embed.embedding")
@@ -235,7 +236,7 @@ def _training(
 
     kept, turn = _kept(model, workload), _largest_backward(model, workload)
     of_head = {axis for each in head.mesh_axes for axis in each}
-    of_rows = _axes_of_rows(model, workload)
+    of_rows = axes_of_rows(model, workload)
     together = rows * min(tokens, STATE.loss_tokens) * prod(model.mesh[axis] for axis in of_head & of_rows)
     words = head.parameter.shape[0] // prod(model.mesh[axis] for axis in of_head)
     in_loss = {
@@ -271,30 +272,31 @@ def _training(
     )
 
 
-def _relaid_masters(state: ModelShards, workload: Workload) -> int:
-    """Master weights whose features on a device do not fill lanes: the compiler (libtpu 0.0.42) wants them in another
-    order of dimensions than they are given, and copies those of all layers before the loop, and the table of tokens
-    with its moments; not an MLP's fused kernel, which its module takes apart before it rounds it."""
-    bits = BITS[STATE.master_dtype]
-
-    def fills_lanes(one: ParameterShard) -> bool:
-        return one.local[-1] % LANES == 0
-
-    copied = sum(
+def _rounded_before_loop(state: ModelShards, workload: Workload) -> int:
+    """The rounded copy of the weights of all layers whose features on a device do not fill lanes, which a training step
+    makes before its loop over layers (`ttpu_jax.train.step`). Not of an MLP's fused kernel, which its module takes
+    apart before it rounds it."""
+    bits = BITS[workload.dtype]
+    return sum(
         kind.count * weight_bytes([one], workload, bits)
         for kind in state.layers
         for one in kind.parameters
-        if one.is_matrix and not fills_lanes(one) and not one.path.endswith("mlp.gate_up.kernel")
+        if one.is_matrix and not _fills_lanes(one) and not one.path.endswith("mlp.gate_up.kernel")
     )
+
+
+def _relaid_table(state: ModelShards, workload: Workload) -> int:
+    """The table of tokens with its moments where its features on a device do not fill lanes: the compiler (libtpu
+    0.0.42) wants them in another order of dimensions than they are given, and copies them."""
     table = state.end("embed.embedding")
-    if table is not None and not fills_lanes(table):
-        copied += weight_bytes([table], workload, bits)
-        copied += 0 if workload.settings.offload_optimizer else state_bytes(table, 1, workload.settings)
-    return copied
+    if table is None or _fills_lanes(table):
+        return 0
+    moments = 0 if workload.settings.offload_optimizer else state_bytes(table, 1, workload.settings)
+    return weight_bytes([table], workload, BITS[STATE.master_dtype]) + moments
 
 
-def _axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
-    return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
+def _fills_lanes(one: ParameterShard) -> bool:
+    return one.local[-1] % LANES == 0
 
 
 def _in_ring(one: ParameterShard, of_rows: set[str]) -> bool:
@@ -322,16 +324,14 @@ def _kept(model: ModelShards, workload: Workload) -> int:
     its gradients need."""
     rows, tokens = local_tokens(model, workload)
     stream = rows * tokens * model.spec.hidden_size * workload.bytes_per_element
-    more: dict[str, Callable[..., int]] = {"none": _all_saved, "dots": _results}
-    kept = more.get(workload.settings.remat, lambda *_: 0)
-    return sum(kind.count * (stream + kept(model, kind, workload)) for kind in model.layers)
+    return sum(kind.count * (stream + kept_beside_input(model, kind, workload)) for kind in model.layers)
 
 
 def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
-    bits, of_rows = BITS[workload.dtype], _axes_of_rows(model, workload)
+    bits, of_rows = BITS[workload.dtype], axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
-        gathered = gradient = saved = normalized = 0
+        gathered = gradient = saved = in_norms = 0
         of_experts: list[int] = []
         for place, kind in enumerate(layers):
             of_experts = [tiled_bytes(one.gathered, bits) for one in kind.used if one.of_experts]
@@ -340,15 +340,13 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
                 gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
             scattered = [one for one in others if one.local != one.gathered and not _in_ring(one, of_rows)]
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, bits) for one in scattered), 0)
-            if workload.settings.remat == "dots":
-                saved += _saved(model, kind, workload) - _results(model, kind, workload)
-            elif workload.settings.remat != "none":
-                saved += _saved(model, kind, workload)
-            normalized = max(normalized, _normalized(model, kind, workload))
+            if workload.settings.remat != "none":
+                saved += needed(model, kind, workload) - kept_beside_input(model, kind, workload)
+            in_norms = max(in_norms, normalized(model, kind, workload))
         # The layer whose gradient is computed first has the kernels of its mixture one after the other.
         gathered -= sum(of_experts) - max(of_experts, default=0)
         kept = workload.settings.remat == "none"
-        found.append(_Backward(gathered, gradient, saved + (0 if kept else normalized)))
+        found.append(_Backward(gathered, gradient, saved + (0 if kept else in_norms)))
     return max(found, key=lambda turn: turn.total)
 
 
@@ -364,14 +362,6 @@ def _turns(model: ModelShards, workload: Workload) -> list[list[LayerShards]]:
 def layer_groups(spec: ArchitectureSpec) -> tuple[LayerGroup, ...]:
     """Return `spec.groups()`, cached because it compares many layers."""
     return spec.groups()
-
-
-def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
-    """Return the number of rows, and of tokens of each row, on one device."""
-    if workload.step is not None:  # whole on each device of a replica
-        return 1, workload.step.tokens
-    rows = workload.rows_at_once // model.devices(axes.BATCH, workload.rows_at_once)
-    return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
 
 
 def layer_cache_shapes(model: ModelShards, layer: LayerSpec, workload: Workload) -> Iterable[tuple[Shape, float]]:
@@ -399,51 +389,3 @@ def _scores(model: ModelShards, layer: LayerSpec, workload: Workload) -> int:
     slots = kept_slots(layer.mixer, workload.context)
     shape = (workload.batch, layer.mixer.num_kv_heads, slots, layer.mixer.q_per_kv)
     return 2 * tiled_bytes(model.local_shape(CACHE_AXES, shape), 32)
-
-
-def _working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """What the widest product of a layer gives, in float32; of a mixture's experts also the rows given to them, their
-    results and their sum, each of a token's experts having a row."""
-    rows, tokens = local_tokens(model, workload)
-    widest = experts = 0
-    for one in kind.used:
-        if one.of_experts and one.is_matrix:
-            assert isinstance(kind.layer.mlp, MoESpec)
-            given = rows * tokens * kind.layer.mlp.experts_per_token
-            inner = prod(one.gathered[1:-1])
-            if not one.path.endswith("down.kernel"):
-                experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)
-        elif one.is_matrix:
-            widest = max(widest, 4 * rows * tokens * prod(one.gathered[:-1]))
-    return max(widest, experts)
-
-
-def _saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """What the gradients of a layer's products need: the input and the result of each, rounded; of a mixture's experts
-    what `_working_set` counts."""
-    rows, tokens = local_tokens(model, workload)
-    item = workload.bytes_per_element
-    experts = products = 0
-    for one in kind.used:
-        if one.of_experts:
-            experts = _working_set(model, kind, workload)
-        elif one.is_matrix:
-            products += item * (one.gathered[-1] + prod(one.gathered[:-1]))
-    return rows * tokens * products + experts
-
-
-def _normalized(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """The inputs of a layer's norms, in float32."""
-    rows, tokens = local_tokens(model, workload)
-    return 4 * rows * tokens * len(norm_names(kind.layer)) * model.spec.hidden_size
-
-
-def _all_saved(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    return _saved(model, kind, workload) + _normalized(model, kind, workload)
-
-
-def _results(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
-    """The results of a layer's products of weights. Those of a mixture's experts are another operation's."""
-    rows, tokens = local_tokens(model, workload)
-    widths = sum(prod(one.gathered[:-1]) for one in kind.used if one.is_matrix and not one.of_experts)
-    return rows * tokens * widths * workload.bytes_per_element

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from ttpu_core.errors import PlanError
 from ttpu_core.sharding.hardware import Topology, parse_topology
-from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism, rules_text
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
@@ -48,6 +48,7 @@ class Plan:
         strategy: which mesh axes shard which logical axes.
         programs: an engine's decode step and its largest mixed step, of one replica; `generate`'s decode step and
             prefill; or the training step.
+        new_tokens: to generate, tokens of each answer; None is as many as a prompt has.
     """
 
     model_type: str
@@ -57,6 +58,7 @@ class Plan:
     dcn: tuple[tuple[str, int], ...]
     strategy: Strategy
     programs: tuple[ProgramEstimate, ...]
+    new_tokens: int | None = None
 
     @property
     def slices(self) -> Topology:
@@ -94,8 +96,15 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """The mesh in words: "tensor=8", "data=2,tensor=4", and of a plan to serve "2 replicas × tensor=4"."""
-        return str(self.parallelism) if self.replicas == 1 else f"{self.replicas} replicas × {self.replica}"
+        """The mesh in words, with rules that are not the usual ones: "tensor=8", "data=2,tensor=4; expert=data+tensor",
+        and of a plan to serve "2 replicas × tensor=4"."""
+        mesh = str(self.parallelism) if self.replicas == 1 else f"{self.replicas} replicas × {self.replica}"
+        return f"{mesh}; {self.rules}" if self.rules else mesh
+
+    @property
+    def rules(self) -> str:
+        """The rules that are not the usual ones, as `ttpu_core.sharding.parallelism.parse_rules` reads them."""
+        return rules_text(self.strategy)
 
     @property
     def hbm_bytes(self) -> int:
@@ -131,14 +140,17 @@ class Plan:
 
     def rank_seconds(self, seconds: Mapping[str, float]) -> float:
         """The ranking value for each program's seconds by task: the time of a training step; or of a decode step
-        with its share of the prefill, if each row reads as many tokens as it writes."""
+        with its share of the prefill of a prompt; or the mean time of the `new_tokens` of an answer."""
         decode, prefill, mixed = self.program("decode"), self.program("prefill"), self.program("mixed")
         if decode is not None and mixed is not None:
             return seconds["decode"] + seconds["mixed"] * decode.workload.batch / mixed.workload.tokens
         if decode is None or prefill is None:
             return sum(seconds.values())
-        rows = decode.workload.batch / prefill.workload.batch
-        return seconds["decode"] + seconds["prefill"] * rows / prefill.workload.context
+        prompts = decode.workload.batch / prefill.workload.batch
+        if self.new_tokens is None:
+            return seconds["decode"] + seconds["prefill"] * prompts / prefill.workload.context
+        steps = self.new_tokens - 1  # the prefill gives the first token
+        return (steps * seconds["decode"] + prompts * seconds["prefill"]) / self.new_tokens
 
     @property
     def tokens_per_second(self) -> float:

@@ -40,6 +40,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             }
             for one in plan.programs
         ],
+        "new_tokens": plan.new_tokens,
         "replicas": plan.replicas,
         "total_bytes": plan.memory.total,
         "hbm_bytes": plan.hbm_bytes,
@@ -83,6 +84,7 @@ def read_plan(value: Any, source: str = "the plan") -> Plan:
             dcn=_sizes(value["dcn"]),
             strategy=_strategy(value["rules"]),
             programs=tuple(_program(one) for one in value["programs"]),
+            new_tokens=None if value.get("new_tokens") is None else int(value["new_tokens"]),
         )
         slices = plan.slices
     except (KeyError, TypeError, ValueError, AttributeError, TTPUError) as error:

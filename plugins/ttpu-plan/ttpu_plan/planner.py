@@ -14,10 +14,11 @@ from ttpu_core.services import Quantization
 from ttpu_core.sharding.hardware import CHIPS, Chip, Topology, slice_sizes
 from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.padding import pad_architecture
+from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
-from ttpu_core.sharding.training_state import ELEMENTWISE, UpdateSettings
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec
+from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, UpdateSettings
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
 from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimate, fingerprint_of, replica_mesh
@@ -31,8 +32,6 @@ Mesh = dict[str, int]
 
 ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
-
-LEAST_REMAT_FIRST = ("none", "dots", "full")
 
 SHORTEST_PART = 512
 """Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
@@ -52,6 +51,8 @@ class Request:
         one_replica: to serve, propose one engine over all devices alone.
         kv_cache: to serve, quantize keys and values, to int8 or fp8.
         update: to train, how; None is AdamW on whole batches. With remat="auto" the least is computed again that fits.
+        new_tokens: to generate, tokens of each answer, by which plans are ranked; meshes that shard a prompt's tokens
+            are then considered too. None is as many as a prompt has.
     """
 
     purpose: Purpose = "inference"
@@ -63,6 +64,7 @@ class Request:
     one_replica: bool = False
     kv_cache: str | None = None
     update: UpdateSettings | None = None
+    new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values before meshes are enumerated.
@@ -74,6 +76,11 @@ class Request:
             raise RequestError(
                 f"a plan for {self.purpose!r} was asked for, but there is only {', '.join(get_args(Purpose))}: write "
                 "one of them."
+            )
+        if self.new_tokens is not None and (self.purpose != "generation" or self.new_tokens < 1):
+            raise RequestError(
+                f"new_tokens={self.new_tokens} was asked for in a plan for {self.purpose}, but it is the number of "
+                "tokens of an answer in a plan for generation: leave it out, or let it be 1 or more."
             )
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
@@ -154,7 +161,11 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
             "step updates are float32: take the original weights."
         )
     fingerprint = fingerprint_of(spec)
-    found = [_plan(spec, fingerprint, topology, mesh, request) for mesh in meshes(spec, topology, request)]
+    found = [
+        _plan(spec, fingerprint, topology, mesh, replace(request, strategy=strategy))
+        for mesh in meshes(spec, topology, request)
+        for strategy in strategies(spec, topology, mesh, request)
+    ]
     if not found:
         served = request.purpose == "inference"
         raise UnsupportedError(
@@ -164,6 +175,15 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
             "that is a multiple of the devices."
         )
     return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.memory.total))
+
+
+def plan_of_mesh(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: Request) -> Plan:
+    """Return the plan for one mesh of some slices.
+
+    Raises:
+        UnsupportedError: a parameter that the mesh cannot divide.
+    """
+    return _plan(spec, fingerprint_of(spec), topology, mesh, request)
 
 
 def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iterator[Mesh]:
@@ -179,8 +199,9 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     trains, serves = request.purpose == "training", request.purpose == "inference"
     rows = request.rows(devices) // request.parts
     heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
-    experts = [layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
-    most_sequence = max(1, request.context // SHORTEST_PART) if trains else 1
+    experts = [mixture.num_experts for mixture in _mixtures(spec)]
+    shards_sequence = trains or request.new_tokens is not None
+    most_sequence = max(1, request.context // SHORTEST_PART) if shards_sequence else 1
     allowed = {
         "stage": [1],
         "data": [n for n in _divisors(devices) if rows % n == 0],
@@ -203,6 +224,24 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
             continue
         if admissible(spec, mesh, _of(request, mesh)):
             yield mesh
+
+
+def strategies(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: Request) -> Iterator[Strategy]:
+    """Return the strategies that are considered on a mesh: the request's, and to generate one that shards a mixture's
+    experts over the devices of `data` and `tensor`, so that devices gather their tokens for experts and not the
+    experts. An engine's replicas exchange nothing, slices would exchange the tokens of each layer, and a rule for
+    experts that is not the usual one is the user's.
+    """
+    yield request.strategy
+    rules, usual = dict(request.strategy.rules), dict(DEFAULT_STRATEGY.rules)
+    if request.purpose != "generation" or topology.slices > 1 or rules.get(axes.EXPERT) != usual[axes.EXPERT]:
+        return
+    if mesh.get("data", 1) == 1 or mesh.get("expert", 1) > 1 or not _mixtures(spec):
+        return
+    over = tuple(axis for axis in ("data", "tensor") if mesh.get(axis, 1) > 1)
+    strategy = strategy_with({axes.EXPERT: over}, request.strategy)
+    if admissible(spec, mesh, strategy):
+        yield strategy
 
 
 def smallest_slices(
@@ -288,8 +327,9 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
         )
         for workload in workloads
     )
+    axes_of_mesh, across = tuple(mesh.items()), tuple(dcn.items())
     return Plan(
-        spec.model_type, fingerprint, topology.name, tuple(mesh.items()), tuple(dcn.items()), strategy, programs
+        spec.model_type, fingerprint, topology.name, axes_of_mesh, across, strategy, programs, request.new_tokens
     )
 
 
@@ -297,7 +337,7 @@ def _with_least_remat(
     spec: ArchitectureSpec, mesh: Mesh, workload: Workload, chip: Chip, strategy: Strategy
 ) -> Workload:
     """A training step that computes no more again than is needed to fit; all if it does not fit."""
-    for remat in LEAST_REMAT_FIRST:
+    for remat in reversed(REMATS):
         tried = replace(workload, update=replace(workload.settings, remat=remat))
         if estimate_memory(spec, mesh, tried, strategy, chip).total <= HEADROOM * chip.hbm_bytes:
             break
@@ -350,6 +390,10 @@ def _serves_well(mesh: Mesh, topology: Topology, request: Request) -> bool:
     devices = prod(replica_mesh(mesh).values())
     in_host = topology.num_devices // topology.num_hosts
     return devices % topology.chip.devices_per_chip == 0 and in_host % devices == 0
+
+
+def _mixtures(spec: ArchitectureSpec) -> list[MoESpec]:
+    return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
 
 
 def _heads(mixer: object) -> int:

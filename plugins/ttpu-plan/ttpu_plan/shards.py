@@ -18,6 +18,10 @@ from ttpu_core.spec.parameters import LAYERS, SHARED, layer_paths
 
 Shape = tuple[int, ...]
 MeshItems = tuple[tuple[str, int], ...]
+EXPERTS = ".experts."
+"""In the path of a parameter of experts."""
+_STAY = (axes.EXPERT, axes.MLP)
+"""Dimensions of experts for which devices gather tokens, and not experts."""
 _PADDED = (axes.VOCAB, axes.KV_HEADS, axes.Q_HEADS, axes.MLP)
 
 
@@ -28,8 +32,9 @@ class ParameterShard:
     path: str  # within its layer, or within the model
     parameter: Parameter
     local: Shape  # what a device holds
-    gathered: Shape  # what it multiplies with: whole along the mesh axes that shard its tokens too
+    gathered: Shape  # what it multiplies with: whole along the mesh axes that shard its tokens too, but for experts
     mesh_axes: tuple[tuple[str, ...], ...]  # which shard each dimension at rest
+    multiplied_axes: tuple[tuple[str, ...], ...]  # which shard each dimension where it is multiplied
     parts: tuple[ParameterShard, ...] = ()  # the arrays of a quantized kernel
 
     @property
@@ -40,7 +45,7 @@ class ParameterShard:
     @property
     def of_experts(self) -> bool:
         """Whether a token is multiplied only by the parts of some experts."""
-        return ".experts." in self.path
+        return EXPERTS in self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +173,12 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
             of_kernel = {} if parameter.format is None else dict(parts_of(parameter))
             parts = tuple(shards({f"{path}.{name}": part for name, part in of_kernel.items()}))
             mesh_axes = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
-            kept = tuple(tuple(a for a in by if a not in of_tokens) for by in mesh_axes)
+            kept = tuple(
+                tuple(a for a in by if a not in of_tokens or (EXPERTS in path and axis in _STAY))
+                for axis, by in zip(parameter.axes, mesh_axes, strict=True)
+            )
             local, gathered = (_local_shape(by, parameter.shape, sizes) for by in (mesh_axes, kept))
-            yield ParameterShard(path, parameter, local, gathered, mesh_axes, parts)
+            yield ParameterShard(path, parameter, local, gathered, mesh_axes, kept, parts)
 
     ends, shared, kinds = _kinds(padded)
     layers = (LayerShards(one.layer, one.count, tuple(shards(one.own)), tuple(shards(one.shared))) for one in kinds)

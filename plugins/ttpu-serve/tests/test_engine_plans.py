@@ -10,9 +10,11 @@ import tiny
 
 from ttpu import LLM, SamplingParams
 from ttpu_core.checkpoint import open_config
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
+from ttpu_plan.given_plan import plan_for
 from ttpu_plan.plan_file import save_plan
 from ttpu_plan.planner import Request, best_plan, plans
 
@@ -92,3 +94,16 @@ def test_a_plan_for_another_purpose_that_shards_the_batch_is_refused_before_weig
     monkeypatch.setattr("ttpu_jax.backend.load_parameters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UnsupportedError, match=r"a plan for data=8, .* make a plan to serve with `ttpu plan"):
         LLM(str(checkpoint), **SMALL, plan=str(tmp_path / "plan.json"))
+
+
+def test_an_engine_refuses_a_plan_that_shards_experts_along_the_rows(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 1, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    spec = default_registry().architecture(ModelConfig.from_dict(config)).spec
+    found = plans(spec, parse_topology("v5e:2x4"), Request("generation", 32, 32))
+    plan = next(one for one in found if one.rules)
+    with pytest.raises(UnsupportedError, match=r"a plan for data=.*, but an engine shards a model along expert and"):
+        plan_for(plan, spec, dtype="bfloat16", quantization=None, purpose="serve", backend="JAX")

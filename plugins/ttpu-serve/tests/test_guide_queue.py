@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from ttpu_serve.api import async_engine
 from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.api.guide_queue import GuideQueue
 from ttpu_serve.api.output_queue import EngineClosingError, RequestTimeoutError
+from ttpu_serve.guided.grammar import key_of
 from ttpu_serve.guided.matchers import CompilationEndedError, SlowGrammarError
 from ttpu_serve.server import ServerSettings, run
 
@@ -140,6 +141,38 @@ def test_a_grammar_is_compiled_once_and_ended_when_the_last_of_its_requests_left
         assert guides.done == ["slow"], "who asks for it then has it compiled"
 
     scenario(test)
+
+
+def test_a_schema_is_written_once_for_a_request() -> None:
+    class Schema(Mapping[str, Any]):
+        """Counts how often it is read."""
+
+        def __init__(self) -> None:
+            self.read = 0
+
+        def __getitem__(self, name: str) -> Any:
+            return {"type": "string"}[name]
+
+        def __iter__(self) -> Iterator[str]:
+            self.read += 1
+            return iter(("type",))
+
+        def __len__(self) -> int:
+            return 1
+
+    schema = Schema()
+
+    class Reading(Guides):
+        def compile(self, guided: GuidedDecoding, seconds: float | None = None) -> None:
+            assert guided.json == '{"type": "string"}'
+            assert key_of(guided) == key_of(GuidedDecoding(json={"type": "string"}))
+
+    queue = GuideQueue(Reading())
+    try:
+        asyncio.run(queue.compile(GuidedDecoding(json=schema)))
+    finally:
+        queue.close()
+    assert schema.read == 1
 
 
 def test_what_waits_when_its_requests_left_is_never_begun() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -265,6 +266,19 @@ def test_auto_takes_no_mesh_that_would_need_padded_heads() -> None:
     found = resolve(spec, Runtime(), parallelism_strategy="auto")  # type: ignore[arg-type]
     assert found is not None and found.num_devices == DEVICES
     assert dict(found.mesh).get("tensor", 1) in (1, 2)
+
+
+def test_auto_takes_no_rules_that_gather_tokens_for_experts() -> None:
+    from ttpu_core.loading import planned_architecture
+    from ttpu_core.sharding.hardware import parse_topology
+    from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
+    from ttpu_plan.planner import best_plan
+
+    ttpu_qwen = pytest.importorskip("ttpu_qwen")
+    spec = planned_architecture(str(Path(ttpu_qwen.__file__).parent / "configs" / "qwen3-30b-a3b.json")).spec
+    assert best_plan(spec, parse_topology("v5p:2x2x2"), Request("generation")).rules == "expert=data+tensor"
+    found = resolve(spec, Runtime(), parallelism_strategy="auto")  # type: ignore[arg-type]
+    assert found is not None and found.strategy == DEFAULT_STRATEGY
 
 
 def test_a_plan_is_taken_and_its_rules_are_its_own() -> None:

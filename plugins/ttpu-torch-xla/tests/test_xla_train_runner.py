@@ -368,6 +368,7 @@ def test_the_trainer_trains_evaluates_and_resumes(checkpoint: Path, tmp_path: Pa
         ({"optimizer": OptimizerSettings("lion")}, "the optimizer 'lion' .* has adamw, sgd"),
         ({"optimizer": OptimizerSettings(schedule=ScheduleSettings("polynomial"))}, "the schedule 'polynomial'"),  # type: ignore[arg-type]
         ({"remat": "dots"}, "remat='dots' .* use 'full', 'none', or 'auto'"),
+        ({"remat": "attention"}, "remat='attention' .* keeps no activations by name: use 'full', 'none', or 'auto'"),
         ({"compute_dtype": "float16"}, "compute_dtype='float16' .* float32 and bfloat16"),
         ({"zero_stage": 1}, "zero_stage=1 .* the model is on one device"),
         ({"accumulation": 0}, "an accumulation of 0 parts"),

@@ -6,12 +6,12 @@ from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.parallelism import resolve_parallelism
+from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.config_file import TrainingFile
 from ttpu_train.deepspeed import merged
 from ttpu_train.planned import following_plan, planned_slice, predicted_memory
 from ttpu_train.runner import CompiledTraining
-from ttpu_train.throughput import training_flops
 
 
 def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:

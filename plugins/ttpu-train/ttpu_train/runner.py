@@ -127,8 +127,8 @@ class StepSettings:
             weights too (arXiv 1910.02054); 0 nothing. None is 3 where the mesh has an axis "fsdp", else 0.
         compute_dtype: of activations and of the weights that they are multiplied with; masters are float32. "auto" is
             bfloat16 on accelerators and float32 on CPUs.
-        remat: what is computed again in the backward pass: "full" (all of a layer but its input), "dots" (all but the
-            products of weights), "none", or "auto" (the first of none, dots and full that fits).
+        remat: what is computed again in the backward pass: one of `ttpu_core.sharding.training_state.REMATS`, or "auto"
+            (the least of them that fits).
         trainable: patterns (fnmatch) of the paths of trained parameters; None trains all.
         adapters: low-rank adapters that are trained in place of the model's parameters.
         offload_optimizer: the optimizer's state lies in the host's memory, and comes to the devices layer by layer.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.errors import RequestError
+from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
 from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints
@@ -50,7 +51,7 @@ from ttpu_train.run import TrainingRun
 from ttpu_train.run_data import RunData
 from ttpu_train.runner import RowLayout, StepSettings, TrainRunner
 from ttpu_train.task_evaluation import TaskEvaluation
-from ttpu_train.throughput import Meter, training_flops
+from ttpu_train.throughput import Meter
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,17 @@ _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 """Matrix products of a pair of a query and a key in splash attention: scores and values; in the backward pass the
 scores again, and the gradients of probabilities and of queries, or of keys and values."""
-
-
+_FLASH = {"flash_mha_bwd_dq": 3, "flash_mha_bwd_dkv": 4}
+"""The same of the flash kernel, whose forward pass states its cost, of all pairs."""
+_FLASH_BLOCK = re.compile(r"block_q_major_(\d+)")
 _RAGGED = "ragged_paged_attention"
 
 
 def known_cost(kernel: Instruction) -> tuple[int, int] | None:
     """FLOPs and bytes of one execution of a kernel that is known by its name; None for others.
 
-    Splash attention is counted as causal: of its n blocks of queries, each attends to the blocks of keys up to its own,
-    so that it multiplies (n + 1) / 2n of the square. With windows it takes less.
+    Splash attention and the flash kernel are counted as causal: of n blocks of queries, each attends to the blocks of
+    keys up to its own, so that they multiply (n + 1) / 2n of the square. With windows splash attention takes less.
 
     Ragged paged attention is counted as if all sequences were equally long, and had as many tokens as their rows of the
     block table, or all pages, have room for. Lengths are not known while a program is compiled.
@@ -35,7 +36,8 @@ def known_cost(kernel: Instruction) -> tuple[int, int] | None:
     ]
     if kernel.name.startswith(_RAGGED):
         return _ragged_cost(kernel, shapes)
-    products = next((count for name, count in _PRODUCTS.items() if kernel.name.startswith(name)), None)
+    known = (_PRODUCTS | _FLASH).items()
+    products = next((count for name, count in known if kernel.name.startswith(name)), None)
     if products is None:
         return None
     blocks = [sizes for dtype, sizes in shapes if dtype == "s8" and len(sizes) >= 3]
@@ -44,6 +46,8 @@ def known_cost(kernel: Instruction) -> tuple[int, int] | None:
         return None
     (*rows_and_heads, queries, features), (*_, keys, _) = heads[:2]
     of_queries = blocks[0][-2] if blocks else 1
+    if block := _FLASH_BLOCK.search(kernel.name):
+        of_queries = max(1, queries // int(block.group(1)))
     pairs = prod(rows_and_heads) * queries * keys * (of_queries + 1) / (2 * of_queries)
     moved = sum(array_bytes(operands.group(1))) + sum(kernel.arrays)
     return int(2 * products * pairs * features), moved

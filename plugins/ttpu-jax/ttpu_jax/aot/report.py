@@ -27,6 +27,7 @@ from ttpu_jax.aot.schedule import Breakdown, PartCost
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import TRAINING_OPTIONS
+from ttpu_jax.model.causal_model import Remat
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
@@ -163,6 +164,7 @@ def compile_report(
     experts: ExpertsForm = "auto",
     quantization: Any = None,
     residual_stream: StreamForm = "auto",
+    remat: Remat = "full",
 ) -> ProgramReport:
     """Compile one program of a model for a TPU slice and report the compiler's results.
 
@@ -186,6 +188,7 @@ def compile_report(
         experts: how experts are computed, see `ttpu_jax.ops.few_tokens`.
         quantization: of the weights, as in from_pretrained().
         residual_stream: "auto" cuts the residual stream of inference where that is faster, "whole" never does.
+        remat: what the backward pass of a training step computes again.
 
     Raises:
         UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
@@ -223,7 +226,7 @@ def compile_report(
     )
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
-        step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked)
+        step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked, remat=remat)
     else:
         step = inference_step(spec, runtime, kind, batch=batch, tokens=tokens, context=context, stacked=stacked)
     step.function.__name__ = f"{task} of {spec.model_type}"  # how an error names the program

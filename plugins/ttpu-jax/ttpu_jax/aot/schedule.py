@@ -78,8 +78,8 @@ class PartCost:
 class Unmodelled:
     """An instruction that takes time but has no estimate of the compiler, such as a Pallas kernel. It counts as zero
     seconds. `roofline_seconds`, of one execution, is the least time in which the chip makes the FLOPs at its highest
-    rate and moves the bytes that the kernel states, or that splash attention is known to take
-    (`ttpu_jax.aot.kernels`); None for others."""
+    rate and moves the bytes that the kernel states, or that it is known to take (`ttpu_jax.aot.kernels`); None for
+    others."""
 
     name: str
     op: str
@@ -95,8 +95,9 @@ class ScheduleEstimate:
     allows, during which copies and collectives in the background go on. `hbm_seconds` is what all bytes between HBM and
     the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
     core's own reads have the whole bandwidth at once. `total_seconds` counts kernels at the shares of the chip's rates
-    that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and lets copies in the background and the core's own reads have
-    half of the bandwidth each while both go on."""
+    that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and so what else has no estimate of the compiler, such as gathers
+    of rows, scatters and sorts, with what they move between HBM and the core; it lets copies in the background and the
+    core's own reads have half of the bandwidth each while both go on."""
 
     seconds: float
     seconds_with_kernels: float
@@ -277,7 +278,7 @@ class _Walk:
 
     def _kernel(self, kernel: Instruction, clocks: _Clocks, roofline: float | None) -> None:
         known = self.kernels.get(kernel.name.partition(".")[0]) if self.kernels else None
-        if self.traffic is None or known is not None or roofline is None:
+        if self.traffic is None or known is not None:
             clocks.work(known if known is not None else roofline or 0.0)
             return
         in_hbm = self._in_hbm(kernel, clocks)
@@ -382,6 +383,8 @@ class _Walk:
             self._compute(fusion, clocks, count, ledger)
         else:
             ledger.unmodelled.append(Unmodelled(fusion.name, fusion.op, count, part=fusion.part))
+            if self.kernels is not None:
+                self._kernel(fusion, clocks, None)
 
     def _in_background(
         self, start: Instruction, seconds: float, clocks: _Clocks, count: int, ledger: _Ledger

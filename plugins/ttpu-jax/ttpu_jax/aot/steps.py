@@ -19,7 +19,7 @@ from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.parameters import stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache
-from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.causal_model import Remat, causal_model
 from ttpu_jax.model.loss import TokenBatch, token_batch
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
@@ -98,6 +98,7 @@ def train_step(
     tokens: int,
     stacked: bool,
     optimizer: optax.GradientTransformation | None = None,
+    remat: Remat = "full",
 ) -> AbstractProgram:
     """Make one training step on the next-token loss of `batch` rows, as `ttpu_jax.train.step` does.
 
@@ -109,6 +110,7 @@ def train_step(
         tokens: tokens of each row.
         stacked: stack equal layers and scan over them.
         optimizer: AdamW by default.
+        remat: what the backward pass computes again.
 
     Returns:
         The step, which returns weights, optimizer state and loss.
@@ -116,7 +118,7 @@ def train_step(
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
     runtime = replace(runtime, trains=placement.platform == "tpu")
-    model = causal_model(spec, runtime, stacked=stacked, remat="full" if ADAMW.remat else "none")
+    model = causal_model(spec, runtime, stacked=stacked, remat=remat)
     step = TrainStep(model, dtype, paddings, optimizer=optimizer or adamw())
     params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))
     state = step.abstract_state(params)

@@ -14,6 +14,8 @@ from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console,
 from ttpu_core.sharding.verification import MEASURED_NOTE
 
 if TYPE_CHECKING:
+    from ttpu_core.loading import Purpose
+    from ttpu_core.services import Planner
     from ttpu_jax.aot.report import ProgramReport, UnmodelledTotal
 
 NOTE = (
@@ -34,7 +36,9 @@ USUAL: Mapping[str, Any] = {
     "experts": "auto",
     "quantization": None,
     "sharding_rules": None,
+    "plan": None,
     "residual_stream": "auto",
+    "remat": "full",
 }
 """Options that need an architecture, and what they are without being asked for."""
 
@@ -70,6 +74,17 @@ class StreamChoice(StrEnum):
     whole = "whole"
 
 
+class RematChoice(StrEnum):
+    """What the backward pass computes again."""
+
+    full = "full"
+    attention = "attention"
+    gate = "gate"
+    dots = "dots"
+    mlp = "mlp"
+    none = "none"
+
+
 def compile_report(
     checkpoint: Annotated[
         str,
@@ -95,6 +110,10 @@ def compile_report(
         str | None,
         typer.Option(metavar="RULES", help="Logical axes and the mesh axes that shard them: expert=data+tensor."),
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Mesh and rules of a plan, as ttpu plan --save wrote it, instead of both."),
+    ] = None,
     layers: Annotated[
         LayersChoice, typer.Option(help="Compile every layer, or one in a loop: compiles sooner, runs slower.")
     ] = LayersChoice.unrolled,
@@ -113,6 +132,13 @@ def compile_report(
         StreamChoice,
         typer.Option(help="auto cuts the rows of long inputs over the tensor axis; whole keeps them on every device."),
     ] = StreamChoice.auto,
+    remat: Annotated[
+        RematChoice,
+        typer.Option(
+            help="To train, what the backward pass computes again: full (all of a layer but its input), less from word "
+            "to word, or none.",
+        ),
+    ] = RematChoice.full,
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say where the time goes, by part of the model.")
     ] = False,
@@ -132,12 +158,23 @@ def compile_report(
       ttpu compile-report ./llama --topology v5e:2x4 --topology v6e:2x4 --task decode --batch 64
       ttpu compile-report ./llama --topology v5e:2x4 --task decode --explain --picture decode.png
       ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
+      ttpu compile-report ./qwen3-moe --topology v6e:2x4 --task decode --plan plan.json
+
+    \f
+    Raises:
+        RequestError: a plan and a mesh or rules, or a picture that cannot be drawn.
     """
+    from ttpu_core.errors import RequestError
     from ttpu_core.pictures import check_picture
     from ttpu_core.sharding.parallelism import parse_mesh
 
     if picture is not None:
         check_picture(picture)
+    if plan is not None and (mesh or sharding_rules):
+        raise RequestError(
+            f"--plan {plan} and --{'mesh' if mesh else 'sharding-rules'} were given, but a plan has a mesh and rules "
+            "of its own: leave one of them out."
+        )
     axes = parse_mesh(mesh) if mesh else None
     options = {
         "layers": layers.value,
@@ -145,9 +182,11 @@ def compile_report(
         "experts": experts.value,
         "quantization": quantization,
         "sharding_rules": sharding_rules,
+        "plan": plan,
         "residual_stream": residual_stream.value,
+        "remat": remat.value,
     }
-    report, described = _reporter(checkpoint, options)
+    report, described = _reporter(checkpoint, options, dtype, "train" if task is TaskChoice.train else "generate")
     wanted: list[tuple[Any, int, int]] = []
     if task in (TaskChoice.decode, TaskChoice.both):
         wanted.append(("decode", batch, context))
@@ -156,10 +195,11 @@ def compile_report(
     if task is TaskChoice.train:
         wanted.append(("train", batch, context))
     reports = []
+    layout = {} if plan else {"mesh": axes}
     for name in topology:
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
-                reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, mesh=axes))
+                reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, **layout))
     if as_json:
         programs = [_as_json(one) for one in reports]
         print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": programs})
@@ -185,16 +225,21 @@ def _draw(reports: list[ProgramReport], picture: str) -> None:
     stderr_console().print(f"drew {counted(len(reports), 'program')} in {picture}")
 
 
-def _reporter(checkpoint: str, options: Mapping[str, Any]) -> tuple[Callable[..., ProgramReport], bool]:
+def _reporter(
+    checkpoint: str, options: Mapping[str, Any], dtype: str, purpose: Purpose
+) -> tuple[Callable[..., ProgramReport], bool]:
     """What compiles programs of a checkpoint by the name of a slice, and whether a plugin describes it. Where none does
     it is the fallback's.
 
     Args:
         checkpoint: its directory, config.json or Hub id.
         options: that need an architecture.
+        dtype: of the weights.
+        purpose: of the programs.
 
     Raises:
         RequestError: an option that needs a plugin.
+        PlanError: the plan is damaged, or was made for another model or for other weights.
         UnsupportedError: sharding rules that are none.
     """
     from functools import partial
@@ -209,10 +254,17 @@ def _reporter(checkpoint: str, options: Mapping[str, Any]) -> tuple[Callable[...
     config = undescribed_config(checkpoint)
     fallback = None if config is None else default_registry().fallback("jax")
     if config is None or not isinstance(fallback, ReportsWithoutPlugin):
-        rules = options["sharding_rules"]
-        strategy = strategy_with(parse_rules(rules) if rules else None)
-        given = {name: value for name, value in options.items() if name != "sharding_rules"}
-        return partial(of_architecture, planned_architecture(checkpoint), strategy=strategy, **given), True
+        architecture, rules, plan = planned_architecture(checkpoint), options["sharding_rules"], options["plan"]
+        layout: dict[str, Any] = {"strategy": strategy_with(parse_rules(rules) if rules else None)}
+        if plan is not None:
+            planner: Planner = default_registry().service("planner")
+            asked = options["quantization"]
+            followed = planner.plan_for(
+                plan, architecture.spec, dtype=dtype, quantization=asked, purpose=purpose, backend="JAX"
+            )
+            layout = {"strategy": followed.strategy, "mesh": dict(followed.mesh), "slices": dict(followed.dcn)}
+        given = {name: value for name, value in options.items() if name not in ("sharding_rules", "plan")}
+        return partial(of_architecture, architecture, **layout, **given), True
     for name, value in options.items():
         if value != USUAL[name]:
             raise RequestError(

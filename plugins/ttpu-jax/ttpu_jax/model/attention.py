@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.parameters import fused_slots
 from ttpu_jax.model.modules import (
@@ -32,11 +33,11 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: AttentionSpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
-        self.qkv = Linear(values.at("qkv"), runtime, fused_slots(spec))
+        self.qkv = Linear(values.at("qkv"), runtime, fused_slots(spec), saved_as=ATTENTION)
         own_keys = spec.kv_from_layer is None
         separate = own_keys and not spec.value_is_key and spec.value_dim != spec.head_dim
-        self.value = Linear(values.at("value"), runtime) if separate else None
-        self.gate = Linear(values.at("gate"), runtime) if spec.output_gate else None
+        self.value = Linear(values.at("value"), runtime, saved_as=ATTENTION) if separate else None
+        self.gate = Linear(values.at("gate"), runtime, saved_as=ATTENTION) if spec.output_gate else None
         # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
         over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
         of_q, of_k = spec.norm_features or (None, None)
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
         self.lambda_query, self.lambda_key = lambdas.get("query"), lambdas.get("key")
         self.map_norm = Norm(spec.differential.norm, values.at("map_norm")) if spec.differential else None
         self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
-        self.output = Linear(values.at("output"), runtime)
+        self.output = Linear(values.at("output"), runtime, saved_as=ATTENTION)
 
     @part(Part.PROJECTIONS)
     def __call__(
@@ -92,11 +93,13 @@ class Attention(nnx.Module):
         group, own_keys, _ = fused_slots(spec)
         ring = self._ring(x)
         both = None
-        # Of few tokens queries and keys are turned in one product. Of many, whose rows a ring exchanges, slices of the
-        # result would be copied.
-        without_norms = self.q_norm is None and self.k_norm is None
-        if own_keys and without_norms and self.runtime.rotates_by_product and ring is None:
-            both = self._position(fused[..., : group + 1, :], None, step)
+        # Of few tokens queries and keys are normed and turned together. Of many, whose rows a ring exchanges, slices of
+        # the result would be copied.
+        if own_keys and self.runtime.rotates_by_product and self._normed_alike and ring is None:
+            heads = fused[..., : group + 1, :]
+            if self.q_norm is not None and self.k_norm is not None:
+                heads = self.q_norm.with_last(heads, self.k_norm)
+            both = self._position(heads, None, step)
         query = self._position(fused[..., :group, :], self.q_norm, step) if both is None else both[..., :group, :]
         query = query if ring is None else heads_outside(query, ring)
         if spec.query_temperature is not None:
@@ -111,6 +114,14 @@ class Attention(nnx.Module):
         value = self._clip(maybe(self.v_norm, value))
         turned = self._position(key, self.k_norm, step) if both is None else both[..., group, :]
         return query, (_heads_first(turned), _heads_first(value))
+
+    @property
+    def _normed_alike(self) -> bool:
+        """Whether queries and keys are normed head by head in the same way, if at all, before they are turned."""
+        query, key = self.q_norm, self.k_norm
+        if query is None or key is None:
+            return query is key
+        return not self.spec.qk_norm_after_rope and query.is_like(key)
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
+from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec, Parameter
 from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
@@ -26,9 +27,8 @@ from ttpu_jax.params.quantized import shardings_of
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
 
-Remat = Literal["full", "dots", "none"]
-"""What the backward pass computes again instead of keeping it: all of a layer but its input, all but the products of
-weights, or nothing."""
+Remat = Recomputation
+"""What the backward pass computes again instead of keeping it, see `ttpu_core.sharding.training_state.REMATS`."""
 
 
 @dataclass(frozen=True)

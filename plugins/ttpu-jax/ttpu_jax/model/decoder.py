@@ -44,6 +44,7 @@ from ttpu_jax.ops.masters import rounded
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rope_angles
+from ttpu_jax.ops.saved import policy_of
 
 Caches = tuple[Any, ...]
 """What is kept of each layer between steps: `LayerCache`, `StateCache`, `PagedKV` or None."""
@@ -509,10 +510,8 @@ def _run_layer(
 
 
 def _recomputed(apply: Any, remat: str, static: tuple[int, ...], *, prevent_cse: bool = True) -> Any:
-    """A layer whose activations are computed again in the backward pass: all of them, or with "dots" all but the
-    products of weights."""
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return jax.checkpoint(apply, policy=policy, static_argnums=static, prevent_cse=prevent_cse)
+    """A layer whose activations are computed again in the backward pass, but for what `remat` keeps."""
+    return jax.checkpoint(apply, policy=policy_of(remat), static_argnums=static, prevent_cse=prevent_cse)
 
 
 def _split(layer: nnx.Module) -> tuple[Any, Any, Any]:

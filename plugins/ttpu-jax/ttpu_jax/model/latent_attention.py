@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_jax.model.custom import CachingMixer
@@ -37,12 +38,16 @@ class LatentAttention(CachingMixer):
             scale=spec.scale,
         )
         norm, short = spec.norm, spec.q_lora_rank is not None
-        self.query_down = Linear(values.at("query_down"), runtime) if short else None
+
+        def linear(name: str) -> Linear:
+            return Linear(values.at(name), runtime, saved_as=ATTENTION)
+
+        self.query_down = linear("query_down") if short else None
         self.query_norm = Norm(norm, values.at("query_norm")) if short else None
-        self.query = Linear(values.at("query_up" if short else "query"), runtime)
-        self.kv_down, self.kv_norm = Linear(values.at("kv_down"), runtime), Norm(norm, values.at("kv_norm"))
-        self.key_up, self.value_up = Linear(values.at("key_up"), runtime), Linear(values.at("value_up"), runtime)
-        self.output = Linear(values.at("output"), runtime)
+        self.query = linear("query_up" if short else "query")
+        self.kv_down, self.kv_norm = linear("kv_down"), Norm(norm, values.at("kv_norm"))
+        self.key_up, self.value_up = linear("key_up"), linear("value_up")
+        self.output = linear("output")
 
     @part(Part.PROJECTIONS)
     def __call__(self, x: jax.Array, step: Step, cache: StepCache) -> tuple[jax.Array, StepCache]:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ttpu_core.sharding.stream import STREAM_ROWS, cuts_rows
+from ttpu_core.sharding.training_state import GATE, UP
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
 from ttpu_core.spec.parameters import SHARED
 from ttpu_jax.ops.activation import activate, gated_activation, sparsify, xielu
@@ -30,6 +31,7 @@ from ttpu_jax.ops.matmul.rings import Ring, StreamForm, ring_mlp
 from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.ops.parts import Part, part
+from ttpu_jax.ops.saved import saved
 from ttpu_jax.params.placement import Placement
 
 if TYPE_CHECKING:
@@ -181,20 +183,46 @@ class Norm(nnx.Module):
         scale, bias = value_of(self.scale), value_of(self.bias)
         return normalize(x, self.spec, scale, bias, axes=self.over, features=self.features)
 
+    def is_like(self, other: Norm) -> bool:
+        """Whether both norms do the same with the features of a single head, but for the values of scale and bias."""
+        shapes = [getattr(value_of(each), "shape", None) for one in (self, other) for each in (one.scale, one.bias)]
+        of_heads = all(len(shape) == 1 for shape in shapes if shape is not None)
+        same = (self.spec, self.over, self.features) == (other.spec, 1, other.features) and shapes[:2] == shapes[2:]
+        return same and of_heads and self.over == 1
+
+    @part(Part.NORM)
+    def with_last(self, x: jax.Array, of_last: Norm) -> jax.Array:
+        """Norm x [..., heads, features], the last head by `of_last`, which is like this one: the same shape."""
+        is_last = jnp.arange(x.shape[-2])[:, None] == x.shape[-2] - 1
+        scale, bias = (
+            None if one is None else jnp.where(is_last, last, one)
+            for one, last in (
+                (value_of(self.scale), value_of(of_last.scale)),
+                (value_of(self.bias), value_of(of_last.bias)),
+            )
+        )
+        return normalize(x, self.spec, scale, bias, features=self.features)
+
 
 class Linear(nnx.Module):
     """x @ kernel.T + bias, whatever the kernel is: dense, quantized, or with LoRA adapters (`ttpu_jax.ops.kernels`).
 
     A shared kernel may have an update b @ a of the layer's own. Where several projections are fused in the kernel [kv,
-    slots, dim, in], each has an a of its own, and `slots` counts their slots."""
+    slots, dim, in], each has an a of its own, and `slots` counts their slots. `saved_as` names the result for policies
+    that keep it for the backward pass (`ttpu_jax.ops.saved`)."""
 
-    def __init__(self, values: Parameters, runtime: Runtime, slots: tuple[int, ...] = ()) -> None:
-        self.runtime, self.slots = runtime, tuple(filter(None, slots))
+    def __init__(
+        self, values: Parameters, runtime: Runtime, slots: tuple[int, ...] = (), saved_as: str | None = None
+    ) -> None:
+        self.runtime, self.slots, self.saved_as = runtime, tuple(filter(None, slots)), saved_as
         self.kernel, self.bias = values["kernel"], values.get("bias")
         self.update_a, self.update_b = values.get("update.a"), values.get("update.b")
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in]: [..., *out]."""
+        return saved(self._product(x, out_dtype), self.saved_as)
+
+    def _product(self, x: jax.Array, out_dtype: jnp.dtype | None) -> jax.Array:
         kernel, bias = value_of(self.kernel), value_of(self.bias)
         if self._trains:
             ring = gradient_ring(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
@@ -288,7 +316,8 @@ class MLP(nnx.Module):
             return ring_mlp(x, first.arrays, self.down.arrays, self._activate, ring)
         x = with_whole_rows(x, self.runtime)
         if self.runtime.trains and self.spec.gated:
-            inner = self._gated(*self.gate_up.each(x, x.dtype)).astype(x.dtype)
+            gate, up = self.gate_up.each(x, x.dtype)
+            inner = self._gated(saved(gate, GATE), saved(up, UP)).astype(x.dtype)
         else:
             wide = x.dtype if self.runtime.trains else jnp.dtype(jnp.float32)
             inner = self._activate(first(x, wide)).astype(x.dtype)
@@ -300,8 +329,8 @@ class MLP(nnx.Module):
     def _activate(self, raised: jax.Array) -> jax.Array:
         """From the first product [batch, rows, mlp], or of gate and up [batch, rows, 2, mlp]: [batch, rows, mlp]."""
         if self.spec.gated:
-            return self._gated(raised[..., 0, :], raised[..., 1, :])
-        raised = sparsify(raised, self.spec.sparsity)
+            return self._gated(saved(raised[..., 0, :], GATE), saved(raised[..., 1, :], UP))
+        raised = sparsify(saved(raised, UP), self.spec.sparsity)
         return self.xielu(raised) if self.xielu else activate(raised, self.spec.activation)
 
     def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:

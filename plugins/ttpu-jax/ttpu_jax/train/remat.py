@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 
-from ttpu_jax.model.causal_model import Remat
-
-REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+from ttpu_core.sharding.training_state import REMATS, Recomputation
 
 
-def compiled_that_fits(compiled: Callable[[Remat], Any], device: jax.Device) -> tuple[Remat, Any]:
+def compiled_that_fits(compiled: Callable[[Recomputation], Any], device: jax.Device) -> tuple[Recomputation, Any]:
     """The least recomputation whose program fits, and that program; "full" where the device does not say how much
     memory it has, as a CPU.
 
@@ -21,7 +19,8 @@ def compiled_that_fits(compiled: Callable[[Remat], Any], device: jax.Device) -> 
         device: one of those that it runs on.
     """
     limit = _device_bytes(device)
-    for remat in REMATS[:-1] if limit else ():
+    most, *others = REMATS
+    for remat in reversed(others) if limit else ():
         try:
             program = compiled(remat)
         except jax.errors.JaxRuntimeError as error:
@@ -30,7 +29,7 @@ def compiled_that_fits(compiled: Callable[[Remat], Any], device: jax.Device) -> 
             continue
         if (peak_bytes(program) or 0) <= (limit or 0):
             return remat, program
-    return REMATS[-1], compiled(REMATS[-1])
+    return most, compiled(most)
 
 
 def peak_bytes(program: Any) -> int | None:

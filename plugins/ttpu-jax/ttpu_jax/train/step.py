@@ -23,6 +23,7 @@ from ttpu_core.spec.parameters import GROUPS, LAYERS
 from ttpu_jax.model.causal_model import DecoderModel, Params
 from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
 from ttpu_jax.ops.masters import Master
+from ttpu_jax.ops.matmul.trained import LANES
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
@@ -250,19 +251,30 @@ class TrainStep:
             lies = self.model.runtime.placement.parameter(path, table[path])
             named = lies if isinstance(lies, NamedSharding) else None
             of_layer = named and NamedSharding(named.mesh, PartitionSpec(*named.spec[path.startswith(GROUPS) :]))
-            apart = self.model.runtime.trains and path.endswith(".mlp.gate_up.kernel")
-            weights[path] = Master(value, None, self.dtype, of_layer, apart)
+            weights[path] = Master(value, None, self.dtype, of_layer, self._is_taken_apart(path))
             if self.trainable(path):
                 slot = jnp.zeros(value.shape, self.dtype)
                 trained[path] = slot if named is None else jax.lax.with_sharding_constraint(slot, named)
         return weights, trained
 
     def _is_master(self, path: str, value: Any) -> bool:
-        """Whether a parameter is rounded where it is used: those of layers, and the table of tokens."""
+        """Whether a parameter is rounded where it is used: those of layers, and the table of tokens. On TPUs a weight
+        whose features on a device do not fill lanes is not: the compiler (libtpu 0.0.42) would copy the float32 weights
+        of all layers to another order of dimensions before the loop, which takes twice the memory of rounded ones."""
         parameter = self.model.parameters[path]
         wider = isinstance(value, jax.Array) and parameter.dtype is None and value.dtype.itemsize > self.dtype.itemsize
         table = path == TABLE and self.model.spec.embedding.custom is None
-        return wider and (table or path.startswith((GROUPS, LAYERS)))
+        return wider and (table or (path.startswith((GROUPS, LAYERS)) and self._lies_as_used(path)))
+
+    def _lies_as_used(self, path: str) -> bool:
+        parameter, placement = self.model.parameters[path], self.model.runtime.placement
+        if placement.platform != "tpu" or not path.endswith("kernel") or self._is_taken_apart(path):
+            return True
+        return placement.parameter(path, parameter).shard_shape(parameter.shape)[-1] % LANES == 0
+
+    def _is_taken_apart(self, path: str) -> bool:
+        """Whether a layer's module takes a stacked kernel apart before it rounds it."""
+        return self.model.runtime.trains and path.endswith(".mlp.gate_up.kernel")
 
     def _gradients(
         self, params: Params, batch: TokenBatch, number: jax.Array | int

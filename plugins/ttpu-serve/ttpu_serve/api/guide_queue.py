@@ -12,7 +12,7 @@ from ttpu_core.errors import TTPUError
 from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_serve.api.client_pace import ProcessorPace
 from ttpu_serve.api.fair_executor import FairExecutor
-from ttpu_serve.guided.grammar import content_of, key_of
+from ttpu_serve.guided.grammar import WrittenGuide, written
 from ttpu_serve.guided.matchers import SlowGrammarError
 
 QUICK_SECONDS = 0.3
@@ -69,14 +69,15 @@ class GuideQueue:
             RequestError: the grammar is wrong, or takes too much.
             TTPUError: that of `refuse`.
         """
-        if self._guides.is_compiled(guided):
+        text = written(guided)
+        if self._guides.is_compiled(text):
             return
         if self._refusal is not None:
             raise self._refusal
-        key = key_of(guided)
+        key = text.key
         found = self._running.get(key)
         if found is None:
-            task = asyncio.ensure_future(self._compile(guided, client))
+            task = asyncio.ensure_future(self._compile(text, client))
             found = self._running[key] = _Compilation(task)
             task.add_done_callback(lambda done: self._forget(key, done))
         found.waiting += 1
@@ -102,15 +103,15 @@ class GuideQueue:
         self._quick.close()
         self._slow.close()
 
-    async def _compile(self, guided: GuidedDecoding, client: str) -> None:
+    async def _compile(self, guided: WrittenGuide, client: str) -> None:
         try:
             await self._in(self._quick, guided, client, QUICK_SECONDS)
         except SlowGrammarError:
             await self._in(self._slow, guided, client, None)
 
-    async def _in(self, lane: FairExecutor, guided: GuidedDecoding, client: str, seconds: float | None) -> None:
+    async def _in(self, lane: FairExecutor, guided: WrittenGuide, client: str, seconds: float | None) -> None:
         work = partial(self._guides.compile, guided, seconds)
-        compilation = lane.submit(client, work, len(content_of(guided)))
+        compilation = lane.submit(client, work, len(guided.content))
         try:
             await asyncio.wrap_future(compilation)
         except asyncio.CancelledError:

@@ -139,7 +139,7 @@ def serve(
             help="Refusals of one address in a second; above it, answers to them are delayed. 0 is unlimited.",
             rich_help_panel=LIMITS,
         ),
-    ] = 20.0,
+    ] = 10.0,
     max_waiting: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Sequences that wait for a place; more get 429.", rich_help_panel=LIMITS),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from ttpu_core.errors import RequestError
@@ -28,34 +29,53 @@ def kind_of(guided: GuidedDecoding) -> str:
     return next(name for name in ("json", "regex", "choice", "grammar") if getattr(guided, name) not in (None, False))
 
 
-def content_of(guided: GuidedDecoding) -> str:
-    """Return a text that determines the grammar: equal guides have equal texts.
+@dataclass(frozen=True)
+class WrittenGuide(GuidedDecoding):
+    """A guide whose schema is a text. Writing a large one takes a millisecond, in which no other thread runs, so that
+    it is done once for each request.
+
+    Attributes:
+        content: a text that determines the grammar: equal guides have equal texts.
+        key: a short key of it.
+    """
+
+    content: str = ""
+    key: bytes = b""
+
+
+def written(guided: GuidedDecoding) -> WrittenGuide:
+    """Return a guide with its content and its key.
 
     Raises:
-        RequestError: the schema is not JSON or is nested too deeply.
+        RequestError: the schema is not JSON, is nested too deeply or is too long.
     """
+    if isinstance(guided, WrittenGuide):
+        return guided
     kind = kind_of(guided)
     try:
-        written = json.dumps(_schema(guided) if kind == "json" else getattr(guided, kind))
-        return f"{kind} {written}" if guided.prelude is None else f"{kind} {written} {guided.prelude}"
+        text = json.dumps(_schema(guided) if kind == "json" else getattr(guided, kind))
     except RequestError:
         raise
     except (TypeError, ValueError) as error:
         raise refusal(guided, f"it is not JSON: {error}") from error
     except RecursionError as error:
         raise refusal(guided, "it is nested too deeply") from error
+    content = f"{kind} {text}" if guided.prelude is None else f"{kind} {text} {guided.prelude}"
+    encoded = content.encode("utf-8", "surrogatepass")
+    if len(encoded) > MOST_BYTES:
+        raise refusal(guided, f"it has {len(encoded):,} bytes, and {MOST_BYTES:,} are allowed")
+    key = hashlib.blake2b(encoded, digest_size=16).digest()
+    schema = text if kind == "json" else None
+    return WrittenGuide(schema, guided.regex, guided.choice, guided.grammar, guided.prelude, content, key)
 
 
 def key_of(guided: GuidedDecoding) -> bytes:
-    """Return a short key of `content_of`.
+    """Return a short key of what determines the grammar.
 
     Raises:
         RequestError: the schema is not JSON, is nested too deeply or is too long.
     """
-    content = content_of(guided).encode("utf-8", "surrogatepass")
-    if len(content) > MOST_BYTES:
-        raise refusal(guided, f"it has {len(content):,} bytes, and {MOST_BYTES:,} are allowed")
-    return hashlib.blake2b(content, digest_size=16).digest()
+    return written(guided).key
 
 
 def grammar_of(guided: GuidedDecoding) -> str:

@@ -28,15 +28,16 @@ _NAME = re.compile(r"(?<![%@\w])[A-Za-z_][\w-]*+")
 
 def oversized_schema(schema: Any) -> str | None:
     """Return why a JSON schema is too large, as a clause; None if it is not."""
-    count = sum(len(value) for value in _definitions(schema))
-    if count > MOST_DEFINITIONS:
-        return f"it has {count:,} definitions, and {MOST_DEFINITIONS:,} are allowed"
     walked: set[int] = set()  # objects and arrays, each of which is looked at once, however many references lead to it
 
     def follows(pointer: str) -> Iterator[str]:
         return _references(_at(schema, pointer), walked)
 
-    return _too_long(follows, "#", MOST_CHAIN + 1, "definitions")  # and the schema itself
+    chain = _too_long(follows, "#", MOST_CHAIN + 1, "definitions")  # and the schema itself
+    if chain is not None:
+        return chain
+    count = sum(len(value) for value in _definitions(schema))
+    return f"it has {count:,} definitions, and {MOST_DEFINITIONS:,} are allowed" if count > MOST_DEFINITIONS else None
 
 
 def oversized_grammar(text: str) -> str | None:

@@ -20,7 +20,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_serve.api.outputs import ErrorKind
 from ttpu_serve.execution.logit_rules import mask_of, mask_words
-from ttpu_serve.guided.grammar import key_of, summary
+from ttpu_serve.guided.grammar import summary, written
 from ttpu_serve.guided.isolated import IsolatedMatchers
 from ttpu_serve.guided.matchers import InlineMatchers, Matcher, Matchers, Vocabulary
 from ttpu_serve.guided.token_bytes import token_bytes
@@ -80,10 +80,10 @@ class GuideFactory:
         """
         if self._place == "off":
             raise RequestError("guided decoding was asked for, but this engine has it turned off: leave it out.")
-        key = key_of(guided)
+        guided = written(guided)
         with self._compiled_lock:
-            compiled = self._compiled.setdefault(key, _Compiled())
-            self._compiled.move_to_end(key)
+            compiled = self._compiled.setdefault(guided.key, _Compiled())
+            self._compiled.move_to_end(guided.key)
             while len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         with compiled.lock:  # whoever asks for the same grammar meanwhile waits here, others do not
@@ -109,8 +109,9 @@ class GuideFactory:
         Raises:
             RequestError: the schema is not JSON, is nested too deeply or is too long.
         """
+        guided = written(guided)
         with self._compiled_lock:
-            compiled = self._compiled.get(key_of(guided))
+            compiled = self._compiled.get(guided.key)
         if compiled is None or compiled.matcher is None or self._matchers is None:
             return compiled is not None and compiled.error is not None
         return self._matchers.is_ready(guided)

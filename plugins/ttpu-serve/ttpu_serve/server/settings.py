@@ -66,7 +66,7 @@ class ServerSettings:
     max_concurrent: int = 1024
     max_connections: int | None = 4096
     max_incomplete: int = 64
-    refusal_rate: float | None = 20.0
+    refusal_rate: float | None = 10.0
     allow_priority: bool = False
     request_timeout: float | None = 600.0
     write_timeout: float | None = 60.0

@@ -175,8 +175,10 @@ def planned(
         return Parallelism(strategy=strategy)
 
     def accepts(one: Parallelism) -> bool:
-        # What shards the sequence exchanges keys and values by ring attention, which is the JAX backend's.
-        return dict(one.mesh).get("sequence", 1) == 1 and _divides(spec, one)
+        # What shards the sequence exchanges keys and values by ring attention, which is the JAX backend's, and so is
+        # what gathers tokens for experts that other rules shard along the rows' axes.
+        usual = one.strategy == strategy
+        return dict(one.mesh).get("sequence", 1) == 1 and usual and _divides(spec, one)
 
     found = planner.fastest_mesh(
         spec,

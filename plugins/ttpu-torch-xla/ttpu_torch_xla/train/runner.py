@@ -450,7 +450,7 @@ def _refuse(model: Any, settings: StepSettings) -> None:
     if settings.remat not in ("auto", "full", "none"):
         raise UnsupportedError(
             f"remat={settings.remat!r} was asked for, but the torch_xla backend computes whole layers again, or "
-            "nothing: use 'full', 'none', or 'auto', which is 'full'."
+            "nothing, and keeps no activations by name: use 'full', 'none', or 'auto', which is 'full'."
         )
     if settings.remat != "none" and not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedError(

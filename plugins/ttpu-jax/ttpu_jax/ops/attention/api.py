@@ -8,11 +8,13 @@ from importlib import import_module
 import jax
 
 from ttpu_core.errors import PluginError, RequestError
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import decode, flash, ring, splash
 from ttpu_jax.ops.attention.blocks import check_splash_options
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 from ttpu_jax.ops.attention.reference import SegmentIds, eager
+from ttpu_jax.ops.saved import saved
 
 
 def _no_options(options: Options) -> None:
@@ -24,14 +26,15 @@ def _no_options(options: Options) -> None:
 
 
 REFERENCE = Implementation("eager", eager, check_options=_no_options)
+RING = Implementation("ring_attention", ring.ring_attention, ring.serves, _no_options)
 DECODE = Implementation("decode_attention", decode.decode_attention, decode.serves, _no_options)
 IMPLEMENTATIONS: dict[str, Implementation] = {
     one.name: one
     for one in (
         REFERENCE,
         Implementation("xla_flash_attention", flash.flash_attention, flash.serves, flash.check_options),
-        Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options),
-        Implementation("ring_attention", ring.ring_attention, ring.serves, _no_options),
+        Implementation("splash_attention", splash.splash_attention, splash.serves, check_splash_options, True),
+        RING,
         DECODE,
     )
 }
@@ -70,7 +73,8 @@ def attend(
     Raises:
         PluginError: there is no such implementation.
     """
-    return serving(implementation(name), spec, context, query.shape[1], key.shape[2]).function(
+    chosen = serving(implementation(name), spec, context, query.shape[1], key.shape[2])
+    mixed: jax.Array = chosen.function(
         query,
         key,
         value,
@@ -81,13 +85,14 @@ def attend(
         segment_ids=segment_ids,
         context=context,
     )
+    return mixed if chosen.names_results else saved(mixed, ATTENTION)
 
 
 def serving(
     chosen: Implementation, spec: AttentionSpec, context: AttentionContext, queries: int, keys: int
 ) -> Implementation:
-    """What computes a layer of a model whose implementation is `chosen`: that, or on a TPU the kernel for decode steps,
-    or the reference. The reference, where it is chosen, computes all.
+    """What computes a layer of a model whose implementation is `chosen`: that, or ring attention of a sequence that is
+    sharded, or on a TPU the kernel for decode steps, or the reference. The reference, where it is chosen, computes all.
 
     Args:
         chosen: the model's implementation.
@@ -98,6 +103,8 @@ def serving(
     """
     if chosen.serves(spec, context, queries, keys) is None:
         return chosen
+    if chosen is not REFERENCE and context.sequence_axes and RING.serves(spec, context, queries, keys) is None:
+        return RING
     decodes = context.platform == "tpu" and DECODE.serves(spec, context, queries, keys) is None
     return DECODE if decodes else REFERENCE
 

@@ -41,7 +41,13 @@ class SplashBlocks:
 
 
 def splash_blocks(
-    context: AttentionContext, length: int, head_bytes: int, reach: int | None = None, *, causal: bool = False
+    context: AttentionContext,
+    length: int,
+    head_bytes: int,
+    reach: int | None = None,
+    *,
+    causal: bool = False,
+    whole: bool = False,
 ) -> SplashBlocks:
     """The block sizes for a sequence of `length` tokens. Sizes from `attention_config` are used unchanged unless the
     sequence is shorter or not a multiple of them.
@@ -54,6 +60,7 @@ def splash_blocks(
             would mostly compute masked scores.
         causal: queries attend to no later token. With a quarter of the sequence in a block of queries, the kernel
             skips three eighths of the square; with all of it in one block, nothing.
+        whole: the sequence, a multiple of 128, is not padded, for which blocks are smaller where they have to be.
     """
     table = _table("splash_attention", device_kind(context))
     asked = dict(context.options)
@@ -73,7 +80,7 @@ def splash_blocks(
     for compute, fetched in COMPUTE_OF.items():
         if compute in asked and fetched not in asked:
             wanted[fetched] = wanted[compute] * max(1, wanted[fetched] // wanted[compute])
-    padded, sizes = fit(length, wanted)
+    padded, sizes = fit(length, wanted, pads=not whole)
     q, k, v = (str(asked.get(name, LAYOUTS[0])) for name in LAYOUT_KEYS)
     return SplashBlocks(padded, tuple(sizes.items()), bool(asked.get(FUSED, False)), (q, k, v))
 
@@ -84,9 +91,9 @@ def flash_block(context: AttentionContext) -> int:
     return size
 
 
-def fit(length: int, wanted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+def fit(length: int, wanted: Mapping[str, int], *, pads: bool = True) -> tuple[int, dict[str, int]]:
     """The smallest padded length at which each block size divides it and is at least half the wanted size, and these
-    block sizes."""
+    block sizes. Without padding, a multiple of 128 and the largest sizes up to the wanted ones that divide it."""
     goal = {name: size // LANES for name, size in wanted.items()}
     for compute, fetched in COMPUTE_OF.items():
         if compute in goal:
@@ -97,7 +104,7 @@ def fit(length: int, wanted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
         for compute, fetched in COMPUTE_OF.items():
             if compute in goal:
                 fitted[compute] = _divisor(fitted[fetched], goal[compute])
-        if all(2 * fitted[name] >= min(size, tiles) for name, size in goal.items()):
+        if not pads or all(2 * fitted[name] >= min(size, tiles) for name, size in goal.items()):
             return tiles * LANES, {name: size * LANES for name, size in fitted.items()}
         tiles += 1
 

@@ -11,12 +11,11 @@ from typing import Any
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, KernelChoice, LayerSpec
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, implementation, serving
+from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, RING, implementation, serving
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 
 AUTO = "auto"
 DEFAULT_ON_TPU = "splash_attention"
-DEFAULT_ON_SHARDED_SEQUENCES = "ring_attention"
 ABSORBED = "its own absorbed form"  # latent attention always reads its cache this way
 LENGTH = 2**31 - 128  # sequence length for `serves`: longer than any window, and whole blocks
 
@@ -80,8 +79,8 @@ def choose(
         asked: "auto", one of `IMPLEMENTATIONS`, or an import string `package.module:function`.
         layers: the model's layers.
         platform: cpu, tpu or gpu.
-        patch: the choice of a plugin or a patch pack. "auto" takes it; without it, ring attention if the sequence is
-            sharded, else splash on a TPU, else the reference.
+        patch: the choice of a plugin or a patch pack. "auto" takes it; without it, splash on a TPU, else ring attention
+            if the sequence is sharded, else the reference.
         config: `attention_config`, settings of the implementation.
         sequence_axes: mesh axes that shard the sequence.
 
@@ -99,17 +98,20 @@ def choose(
     elif patch is not None:
         chosen, reason = implementation(patch.implementation), patch.reason or f"chosen by {patch.source or 'a plugin'}"
         chosen.check_options(options)
-    elif sequence_axes:
-        chosen = IMPLEMENTATIONS[DEFAULT_ON_SHARDED_SEQUENCES]
-        reason = f"the sequence is sharded along {sequence_axes[0]}"
     else:
         splash = IMPLEMENTATIONS[DEFAULT_ON_TPU]
         splash.check_options(options)  # also if it is not chosen: a misspelt setting would fail on a TPU
         served = platform == "tpu" and any(
             splash.serves(mixer, context, LENGTH, LENGTH) is None for _, mixer, _ in mixers
         )
-        chosen = splash if served else REFERENCE
-        reason = "the default on a TPU" if served else "the reference implementation, compiled by XLA"
+        if served:
+            chosen, reason = splash, "the default on a TPU"
+            if sequence_axes:
+                reason += f"; the keys of the sequence, which is sharded along {sequence_axes[0]}, are gathered"
+        elif sequence_axes:
+            chosen, reason = RING, f"the sequence is sharded along {sequence_axes[0]}"
+        else:
+            chosen, reason = REFERENCE, "the reference implementation, compiled by XLA"
     kinds = tuple(dict.fromkeys(_kind(*found, chosen, context, reason) for found in mixers))
     if asked not in (AUTO, REFERENCE.name) and not any(chosen.name in (kind.prefill, kind.decode) for kind in kinds):
         why = _objection(chosen, mixers[0][1], context) if mixers else "its mixers are of other kinds"

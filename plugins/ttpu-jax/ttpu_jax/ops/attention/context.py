@@ -58,9 +58,11 @@ def takes_any(options: Options) -> None:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An attention function with its name, its limits, and a check of its options (which raises RequestError)."""
+    """An attention function with its name, its limits, a check of its options (which raises RequestError), and whether
+    it names its own result and statistics for policies that keep them (`ttpu_jax.ops.saved`)."""
 
     name: str
     function: AttentionFunction
     serves: Serves = serves_all
     check_options: Callable[[Options], None] = takes_any
+    names_results: bool = False

@@ -4,24 +4,16 @@ them that a row does not see not at all."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
-from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blocks import LANES
-from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.attention.reference import MASKED, SegmentIds, visibility
+from ttpu_jax.ops.attention.reference import SegmentIds, visibility
 
-BLOCK_BYTES = 2**19
-"""Of the keys of all heads in one block; two blocks of keys and two of values are in VMEM at once."""
-LARGEST_WHOLE = 4 * BLOCK_BYTES
+LARGEST_WHOLE = 2**21
 """Of the keys of a cache that may be one block, where its slots are not a multiple of 128."""
 
 
@@ -75,8 +67,10 @@ def decode_attention(
     Returns:
         [batch, 1, kv_heads, q_per_kv, value_dim] in the query's dtype.
     """
+    from ttpu_jax.ops.attention.decode_kernel import attended_rows  # Pallas takes a tenth of a second to import
+
     visible = visibility(query_positions, key_positions, spec, segment_ids)
-    local = partial(_local, spec=spec, interpret=context.platform == "cpu")
+    local = partial(attended_rows, spec=spec, interpret=context.platform == "cpu")
     rows = query[:, 0]
     if context.mesh is None:
         return local(rows, key, value, visible, sinks)[:, None]
@@ -86,119 +80,3 @@ def decode_attention(
     run = jax.shard_map(local, mesh=context.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
     mixed: jax.Array = run(rows, key, value, visible, sinks)
     return mixed[:, None]
-
-
-def _local(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    visible: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    spec: AttentionSpec,
-    interpret: bool,
-) -> jax.Array:
-    """Attention of one device's rows and heads: query [batch, kv_heads, q_per_kv, head_dim], visible bool [batch, 1,
-    keys], sinks [kv_heads, q_per_kv]; the result is [batch, kv_heads, q_per_kv, value_dim]."""
-    batch, heads, group, dim = query.shape
-    slots, value_dim = key.shape[2], value.shape[3]
-    block = block_slots(slots, heads * max(dim, value_dim) * key.dtype.itemsize)
-    blocks = slots // block
-    rows = query.astype(key.dtype)
-    logits = jnp.full((heads, group, 1), MASKED, jnp.float32)
-    if sinks is not None:
-        logits = sinks.astype(jnp.float32)[..., None]
-    seen = visible.reshape(batch, blocks, block).any(-1)
-    first = jnp.argmax(seen, axis=1).astype(jnp.int32)
-    last = (blocks - 1 - jnp.argmax(seen[:, ::-1], axis=1)).astype(jnp.int32)
-    bias = jnp.where(visible, 0.0, MASKED).astype(jnp.float32)
-
-    def seen_block(row: Any, number: Any, first: Any, last: Any) -> Any:
-        return jnp.clip(number, first[row], last[row])  # a block that is the one before is not read again
-
-    of_keys = [
-        pl.BlockSpec((1, heads, block, size), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends), 0))
-        for size in (dim, value_dim)
-    ]
-    whole = pl.BlockSpec((1, heads, group, dim), lambda row, number, *_: (row, 0, 0, 0))
-    mixed: jax.Array = pl.pallas_call(
-        partial(_kernel, spec=spec, blocks=blocks, sinks=sinks is not None),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, blocks),
-            in_specs=[
-                whole,
-                *of_keys,
-                pl.BlockSpec((1, 1, block), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends))),
-                pl.BlockSpec(logits.shape, lambda row, number, *_: (0, 0, 0)),
-            ],
-            out_specs=pl.BlockSpec((1, heads, group, value_dim), lambda row, number, *_: (row, 0, 0, 0)),
-            scratch_shapes=[
-                pltpu.VMEM((heads, group, LANES), jnp.float32),
-                pltpu.VMEM((heads, group, LANES), jnp.float32),
-                pltpu.VMEM((heads, group, value_dim), jnp.float32),
-            ],
-        ),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, group, value_dim), query.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(
-            flops=batch * int(attention_flops(heads * group, spec, slots)),
-            bytes_accessed=sum(array.nbytes for array in (query, key, value, bias))
-            + batch * heads * group * value_dim * query.dtype.itemsize,
-            transcendentals=batch * heads * group * slots,
-        ),
-        interpret=interpret,
-        name="decode_attention",
-    )(first, last, rows, key, value, bias, logits)
-    return mixed
-
-
-def block_slots(slots: int, bytes_per_slot: int) -> int:
-    """Slots in one block: the largest multiple of 128 that divides `slots` and whose keys, `bytes_per_slot` each, take
-    no more than `BLOCK_BYTES`; all slots where none does."""
-    most = max(LANES, BLOCK_BYTES // bytes_per_slot)
-    return next((size for size in range(most - most % LANES, 0, -LANES) if slots % size == 0), slots)
-
-
-def _kernel(
-    first: Any,
-    last: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    logits: Any,
-    mixed: Any,
-    largest: Any,
-    total: Any,
-    summed: Any,
-    *,
-    spec: AttentionSpec,
-    blocks: int,
-    sinks: bool,
-) -> None:
-    """One block of keys of one row. The softmax over the blocks is kept as the largest score so far, the sum of
-    exponentials less it [heads, queries, 128], of which all lanes are equal, and the sum of values times them."""
-    row, number = pl.program_id(0), pl.program_id(1)
-    heads = key.shape[1]
-
-    @pl.when(number == 0)
-    def _() -> None:
-        largest[...] = jnp.broadcast_to(logits[...], largest.shape)
-        total[...] = jnp.full(total.shape, 1.0 if sinks else 0.0, jnp.float32)
-        summed[...] = jnp.zeros(summed.shape, jnp.float32)
-
-    @pl.when((number >= first[row]) & (number <= last[row]))
-    def _() -> None:
-        for head in range(heads):
-            state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
-            state = state.attended(query[0, head], key[0, head], value[0, head], bias[0] < 0, spec)
-            largest[head] = jnp.broadcast_to(state.largest, largest.shape[1:])
-            total[head] = jnp.broadcast_to(state.total, total.shape[1:])
-            summed[head] = state.mixed
-
-    @pl.when(number == blocks - 1)
-    def _() -> None:
-        for head in range(heads):
-            state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
-            mixed[0, head] = state.result().astype(mixed.dtype)

@@ -27,6 +27,8 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
         return "it has no softcap"
     if spec.sinks:
         return "it has no sinks"
+    if context.sequence_axes:
+        return "it needs the whole sequence on one device"
     return not_own_keys(context, queries, keys)
 
 

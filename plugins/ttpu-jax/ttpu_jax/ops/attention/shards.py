@@ -1,5 +1,5 @@
-"""Runs a single-device attention kernel over a mesh that shards batch and heads. Segments express every mask that
-depends on the data."""
+"""Runs a single-device attention kernel over a mesh that shards batch, heads and possibly the sequence. Segments
+express every mask that depends on the data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def over_mesh(
     segments: SegmentIds,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Run `local(query, key, value, query segments, key segments, sinks)` on each device's rows and heads. The
-    compiler cannot shard a kernel and would gather its operands.
+    """Run `local(query, key, value, query segments, key segments, sinks)` on each device's rows, heads and part of the
+    sequence. The compiler cannot shard a kernel and would gather its operands.
 
     The gradient of each device stays its own. JAX's gradient of a `shard_map` would add up the gradients of devices
     that compute the same (a mesh axis that shards neither batch nor heads), because a kernel does not declare that
@@ -42,7 +42,7 @@ def over_mesh(
 
     Args:
         local: attention of one device.
-        context: the mesh, and the axes that shard batch and heads.
+        context: the mesh, and the axes that shard batch, heads and sequence.
         query: [batch, seq, kv_heads, q_per_kv, head_dim].
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, value_dim].
@@ -54,9 +54,9 @@ def over_mesh(
     """
     if context.mesh is None:
         return local(query, key, value, *segments, sinks)
-    batch, heads = context.batch_axes or None, context.head_axes or None
-    queries = PartitionSpec(batch, None, heads, None, None)
-    keys, rows, per_head = PartitionSpec(batch, heads), PartitionSpec(batch), PartitionSpec(heads)
+    batch, heads, sequence = context.batch_axes or None, context.head_axes or None, context.sequence_axes or None
+    queries = PartitionSpec(batch, sequence, heads, None, None)
+    keys, rows, per_head = PartitionSpec(batch, heads, sequence), PartitionSpec(batch, sequence), PartitionSpec(heads)
     # One per device, along an additional leading axis. Stages compute as one of them does, or are an axis of vmap.
     own = PartitionSpec(tuple(axis for axis in context.mesh.axis_names if axis != STAGE))
     differentiable, fixed = (queries, keys, keys, per_head), (rows, rows)
@@ -79,7 +79,7 @@ def over_mesh(
     def backward(gradients_of: Any, gradient: Any) -> Any:
         def one(gradients_of: Any, gradient: Any) -> Any:
             q, k, v, s = jax.tree.map(lambda x: x[0], gradients_of)(gradient)
-            return q, k, v, s if s is None else jax.lax.psum(s, context.batch_axes)
+            return q, k, v, s if s is None else jax.lax.psum(s, (*context.batch_axes, *context.sequence_axes))
 
         gradients = on_devices(one, in_specs=(own, queries), out_specs=differentiable)(gradients_of, gradient)
         return (*gradients, None, None)
@@ -124,8 +124,6 @@ def not_own_keys(context: AttentionContext, queries: int, keys: int) -> str | No
     """Why a TPU kernel for whole sequences cannot be used for reasons other than the layer itself, or None."""
     if context.platform == "gpu":
         return "it is a kernel for TPUs"
-    if context.sequence_axes:
-        return "it needs the whole sequence on one device"
     if not context.own_keys:
         return "it attends within a sequence, not to a cache"
     if queries != keys or queries == 1:

@@ -1,15 +1,19 @@
 """The splash kernel of `jax.experimental.pallas.ops.tpu`: attention over whole sequences in memory linear in their
-length. It skips blocks that a window or causality masks."""
+length. It skips blocks that a window or causality masks. Of a sequence that is sharded each device has the queries, and
+gathers the keys and values, which are few where several queries share them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.blocks import LANES, SplashBlocks, splash_blocks
 from ttpu_jax.ops.attention.context import AttentionContext
@@ -21,7 +25,16 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
     """Why the splash kernel cannot compute this layer, or None."""
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
+    if set(context.sequence_axes) & {*context.batch_axes, *context.head_axes}:
+        return "one mesh axis shards both the sequence and rows or heads"
+    if context.mesh is not None and context.sequence_axes and queries % (LANES * _parts(context)):
+        return f"the sequence is not a multiple of {LANES} on each device"
     return not_own_keys(context, queries, keys)
+
+
+def _parts(context: AttentionContext) -> int:
+    """How many devices share a sequence."""
+    return 1 if context.mesh is None else prod(context.mesh.shape[axis] for axis in context.sequence_axes)
 
 
 def splash_attention(
@@ -56,10 +69,34 @@ def splash_attention(
     """
     reach = min((size for size in (spec.window, spec.chunk) if size is not None), default=None)
     wider = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    blocks = splash_blocks(context, query.shape[1], wider * query.dtype.itemsize, reach, causal=spec.causal)
+    parts = _parts(context)
+    blocks = splash_blocks(
+        context, query.shape[1] // parts, wider * query.dtype.itemsize, reach, causal=spec.causal, whole=parts > 1
+    )
     local = partial(_local, spec=spec, reach=reach, blocks=blocks, interpret=context.platform == "cpu")
+    if parts > 1:
+        local = partial(_on_part, local, parts=parts, axes=context.sequence_axes)
     segments = segments_of(spec, query_positions, key_positions, segment_ids)
     return over_mesh(local, context, query, key, value, segments, sinks)
+
+
+def _on_part(
+    local: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_segments: jax.Array,
+    key_segments: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    parts: int,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """Attention of one device's part of the queries to the keys of the whole sequence, in its order."""
+    key, value = (jax.lax.all_gather(x, axes, axis=2, tiled=True) for x in (key, value))
+    key_segments = jax.lax.all_gather(key_segments, axes, axis=1, tiled=True)
+    part = jax.lax.axis_index(axes), parts
+    return local(query, key, value, query_segments, key_segments, sinks, part=part)
 
 
 def _local(
@@ -74,8 +111,10 @@ def _local(
     reach: int | None,
     blocks: SplashBlocks,
     interpret: bool,
+    part: tuple[jax.Array, int] | None = None,
 ) -> jax.Array:
-    """Attention of one device's rows and heads."""
+    """Attention of one device's rows and heads; of the queries of a part (its number, and of how many) of a sequence
+    whose keys are all here, and which needs no padding."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     batch, seq, kv, group, dim = query.shape
@@ -84,11 +123,16 @@ def _local(
     scaled = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
     scaled = scaled.transpose(0, 2, 3, 1, 4).reshape(batch, heads, seq, dim)
     key, value = key.astype(query.dtype), value.astype(query.dtype)
-    arrays = [pad_sequence(x, blocks.length, 2) for x in (scaled, key, value)]
-    ids = [pad_sequence(x, blocks.length, 1, PADDING) for x in (query_segments, key_segments)]
+    arrays, ids = [scaled, key, value], [query_segments, key_segments]
+    if part is None:
+        arrays = [pad_sequence(x, blocks.length, 2) for x in arrays]
+        ids = [pad_sequence(x, blocks.length, 1, PADDING) for x in ids]
     ahead = 0 if spec.causal else None if reach is None else reach - 1
     behind = None if reach is None else reach - 1
-    kernel = _kernel(heads, behind, ahead, spec.logit_softcap, blocks, interpret)
+    parts = 1 if part is None else part[1]
+    kernel = _kernel(heads, behind, ahead, spec.logit_softcap, blocks, interpret, parts)
+    if part is not None and (behind, ahead) != (None, None):
+        kernel = _of_part(kernel, *part)
     flat_sinks = None if sinks is None else _own_dtype_gradient(sinks.reshape(heads))
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, of_q: jax.Array, of_k: jax.Array) -> jax.Array:
@@ -118,10 +162,16 @@ _own_dtype_gradient.defvjp(_keep_dtype, _cast_gradient)
 
 @lru_cache(maxsize=64)
 def _kernel(
-    heads: int, behind: int | None, ahead: int | None, softcap: float | None, blocks: SplashBlocks, interpret: bool
+    heads: int,
+    behind: int | None,
+    ahead: int | None,
+    softcap: float | None,
+    blocks: SplashBlocks,
+    interpret: bool,
+    parts: int,
 ) -> Any:
     """The kernel of one static mask: a query attends to `behind` tokens before itself and `ahead` after it (None:
-    all).
+    all). Its tables are those of as many parts of the queries, each of `blocks.length`, one after another.
 
     Kernels are cached, so that equal layers are traced to equal programs. The tables are numpy arrays, which belong
     to no trace and no device."""
@@ -134,7 +184,9 @@ def _kernel(
     unused = ("sa_block_q_dq", "sa_block_kv_dq") if blocks.fused_backward else ()
     sizes = {name.removeprefix("sa_"): size for name, size in blocks.sizes if name not in unused}
     q_layout, k_layout, v_layout = (splash.QKVLayout[name] for name in blocks.layouts)
-    mask = Band(blocks.length, behind, ahead)
+    mask: masks.Mask = Band(blocks.length * parts, behind, ahead)
+    if parts > 1 and behind is None and ahead is None:  # all parts see everything, and the tables have nothing to cut
+        mask, parts = masks.FullMask((blocks.length, blocks.length * parts)), 1
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
@@ -146,8 +198,28 @@ def _kernel(
                 v_layout=v_layout,
             ),
             head_shards=1,
-            q_seq_shards=1,
+            q_seq_shards=parts,
             attn_logits_soft_cap=softcap,
+            residual_checkpoint_name=ATTENTION,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
+
+
+def _of_part(kernel: Any, number: jax.Array, parts: int) -> Any:
+    """The kernel with the tables of one part of the queries."""
+
+    def cut(table: Any, axis: int) -> Any:
+        if table is None:
+            return None
+        size = table.shape[axis] // parts
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(table), number * size, size, axis)
+
+    def tables(info: Any) -> Any:
+        if info is None:
+            return None
+        by_blocks = {name: cut(getattr(info, name), 1) for name in ("data_next", "mask_next", "block_mask")}
+        return info._replace(**by_blocks, q_sequence=cut(info.q_sequence, 0))
+
+    infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    return type(kernel)(*map(tables, infos), **kernel.kwargs)

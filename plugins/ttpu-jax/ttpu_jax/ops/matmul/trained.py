@@ -164,6 +164,11 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
     if halved:
         divided, other = pairs[0]
         pairs = [(divided, half) for half in jnp.split(other, 2, axis=1)]
+    rows, blocks = pairs[0][0].shape
+    if len(pairs) == 2 and count % 2 == 0 and rows > 4 * (blocks // count):
+        # Of each row half as much is read for a block, and the block is written and read once more.
+        summed = _two_blocks_at_once(pairs, ring, product)
+        return [jnp.concatenate(summed, axis=0 if ring.dimension else 1)] if halved else summed
     sums: list[Any] = [None] * len(pairs)
     last: Any = None
     for turn in range(count):
@@ -183,3 +188,43 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
                 found = found + arrived.astype(jnp.float32)
             sums[number] = last = found.astype(divided.dtype)
     return [jnp.concatenate(sums, axis=0 if ring.dimension else 1)] if halved else sums
+
+
+def _two_blocks_at_once(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, product: Any) -> list[jax.Array]:
+    """`_both_ways` of two pairs, each of whose products is that of two blocks, which reads the second of the pair half
+    as often. While one product is computed, one sum of each pair is on its way, and arrives before the next product."""
+    count, here = ring.mesh.shape[ring.axis], jax.lax.axis_index(ring.axis)
+    sums: list[Any] = [None, None]
+    waiting: list[list[jax.Array]] = [[], []]  # blocks of this device that are to be added to sums
+
+    def advance(last: jax.Array) -> None:
+        """Add the next block of each pair to the sum that has arrived meanwhile."""
+        for number, step in enumerate((1, -1)):
+            if not waiting[number]:
+                continue
+            block = waiting[number].pop(0)
+            if sums[number] is None:
+                sums[number] = block
+                continue
+            to = [(device, (device + step) % count) for device in range(count)]
+            arrived = jax.lax.ppermute(sums[number], ring.axis, to)
+            arrived, block, _ = jax.lax.optimization_barrier((arrived, block, last))
+            sums[number] = (block.astype(jnp.float32) + arrived.astype(jnp.float32)).astype(block.dtype)
+
+    last: Any = None
+    for turn in range(0, count, 2):
+        for number, (divided, other) in enumerate(pairs):
+            width, step = divided.shape[1] // count, -1 if number else 1
+            left = [step * (count - 1 - one) for one in (turn, turn + 1)]
+            places = [jax.lax.rem(here + (one + count), count) * width for one in left]
+            if last is not None:
+                advance(last)
+                places, sums[0], sums[1] = jax.lax.optimization_barrier((places, sums[0], sums[1]))
+            blocks = [jax.lax.dynamic_slice_in_dim(divided, place, width, 1) for place in places]
+            found = product(jnp.concatenate(blocks, axis=1), other).astype(divided.dtype)
+            waiting[number] += jnp.split(found, 2, axis=1 if ring.dimension else 0)
+            last = found
+    while any(waiting):
+        advance(last)
+        sums[0], sums[1], last = jax.lax.optimization_barrier((sums[0], sums[1], last))
+    return sums

@@ -13,7 +13,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import alibi
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import decode_kernel, int8_kernel, kernel
+from ttpu_jax.ops.paged_attention import decode_limits, kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import is_paired
 from ttpu_jax.ops.paged_attention.pieces import unserved_batch
@@ -54,15 +54,19 @@ def paged_attention(
     use_kernel = why is None and small
     single = decode and serves_decode(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
     single = single and unserved_batch(spec, replace(batch, max_queries=1), kv.group, paired=is_paired(kv)) is None
-    own = single and small and decode_kernel.unserved_step(spec, batch, len(query)) is None
+    own = single and small and decode_limits.unserved_step(spec, batch, len(query)) is None
     kind = device_kind(context) if use_kernel or single else ""
 
     def attend(
         query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None, slopes: jax.Array | None
     ) -> jax.Array:
+        if own or single:
+            from ttpu_jax.ops.paged_attention import decode_kernel
         if own:
             return decode_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel and is_paired(kv):
+            from ttpu_jax.ops.paged_attention import int8_kernel
+
             return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel:
             return kernel.attend(query, kv, batch, spec, kind)
@@ -99,4 +103,4 @@ def serves_decode(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_ke
     `dtype`, or None. What serves other steps computes layers that it does not serve."""
     if platform != "tpu":
         return "it is a kernel for TPUs"
-    return decode_kernel.unserved(spec, dtype, value_in_key)
+    return decode_limits.unserved(spec, dtype, value_in_key)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -23,42 +22,17 @@ from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.layout import LANES, SPLIT, parts_of
+from ttpu_jax.ops.paged_attention.layout import parts_of
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
 
 BLOCK_BYTES, BLOCK_TOKENS = 2**20, 1024
 """The most of the pages in one block; two blocks are in VMEM at once."""
 QUERY_BYTES = 2**21
 """Of the queries of the sequences in one step of the grid."""
-MOST_QUERIES = 16
-"""Of one sequence; blocks of more are left to other kernels."""
 FEW = 4
 """Blocks of this part of a whole one are computed where a sequence ends."""
 TWO_CORES = ("TPU v4", "TPU v5")
 """Kinds of devices whose two cores share the steps of a grid."""
-
-
-def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str | None:
-    """Why the kernel does not serve a layer whose pages have this `dtype`, or None."""
-    if value_in_key:
-        return "it needs values beside keys, and here values are the keys' first features"
-    if spec.alibi is not None:
-        return "it has no ALiBi"
-    width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    if width > LANES and width not in SPLIT:
-        return f"pages of heads of {width} features are not split into parts of {LANES}"
-    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
-        return f"it does not read {np.dtype(dtype).name}"
-    return None
-
-
-def unserved_step(spec: AttentionSpec, batch: RaggedBatch, tokens: int) -> str | None:
-    """Why the kernel does not serve a step of a layer that it serves, or None."""
-    if batch.max_queries > MOST_QUERIES or tokens != len(batch.kv_lens) * batch.max_queries:
-        return f"it takes at most {MOST_QUERIES} queries of each sequence, and steps with room for as many of each"
-    if batch.max_queries > 1 and spec.chunk is not None:
-        return "the queries of a sequence may lie in several chunks"
-    return None
 
 
 def attend(

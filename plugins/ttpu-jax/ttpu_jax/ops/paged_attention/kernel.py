@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
@@ -57,6 +56,8 @@ def attend(query: jax.Array, kv: PagedKV, batch: RaggedBatch, spec: AttentionSpe
         spec: the layer's attention.
         kind: the device kind that selects block sizes.
     """
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
     tokens, heads, group, dim = query.shape
     combined, width = kv.pages.shape[2:]
     padding = ((0, 0), (0, combined // 2 - heads), (0, 0), (0, width - dim))

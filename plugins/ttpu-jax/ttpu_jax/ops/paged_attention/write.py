@@ -11,7 +11,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import int8_write, page_write
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of
@@ -70,6 +69,8 @@ def _by_kernel(
     kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext, heads_outside: bool
 ) -> jax.Array:
     """The pages with rows [tokens, rows, width] in the tokens' slots."""
+    from ttpu_jax.ops.paged_attention import page_write
+
     single = batch.max_queries == 1
 
     def run(pages: jax.Array, rows: jax.Array, *arguments: jax.Array) -> jax.Array:
@@ -98,6 +99,8 @@ def _by_kernel(
 def _by_int8_kernel(
     kv: PagedKV, key: jax.Array, value: jax.Array, batch: RaggedBatch, context: AttentionContext
 ) -> PagedKV:
+    from ttpu_jax.ops.paged_attention import int8_write
+
     if context.mesh is None:
         return int8_write.write(kv, key, value, batch)
     heads = context.head_axes or None

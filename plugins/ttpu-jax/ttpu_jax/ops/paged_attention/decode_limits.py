@@ -1,0 +1,39 @@
+"""What `ttpu_jax.ops.paged_attention.decode_kernel` serves; asked without importing Pallas, which takes a tenth of a
+second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.paged_attention.batch import RaggedBatch
+from ttpu_jax.ops.paged_attention.layout import LANES, SPLIT
+
+MOST_QUERIES = 16
+"""Of one sequence; blocks of more are left to other kernels."""
+
+
+def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str | None:
+    """Why the kernel does not serve a layer whose pages have this `dtype`, or None."""
+    if value_in_key:
+        return "it needs values beside keys, and here values are the keys' first features"
+    if spec.alibi is not None:
+        return "it has no ALiBi"
+    width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
+    if width > LANES and width not in SPLIT:
+        return f"pages of heads of {width} features are not split into parts of {LANES}"
+    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+        return f"it does not read {np.dtype(dtype).name}"
+    return None
+
+
+def unserved_step(spec: AttentionSpec, batch: RaggedBatch, tokens: int) -> str | None:
+    """Why the kernel does not serve a step of a layer that it serves, or None."""
+    if batch.max_queries > MOST_QUERIES or tokens != len(batch.kv_lens) * batch.max_queries:
+        return f"it takes at most {MOST_QUERIES} queries of each sequence, and steps with room for as many of each"
+    if batch.max_queries > 1 and spec.chunk is not None:
+        return "the queries of a sequence may lie in several chunks"
+    return None

@@ -1,0 +1,63 @@
+"""The tokens that a device computes with: those of its rows, and those that it multiplies by its experts. Where a
+strategy shards experts along the axes of the rows too, devices gather tokens and not experts
+(`ttpu_jax.model.moe.Experts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import log, prod, sqrt
+
+from ttpu_core.spec import MoESpec, axes
+from ttpu_plan.shards import ModelShards, ParameterShard
+from ttpu_plan.workload import Workload
+
+
+def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
+    """Return the number of rows, and of tokens of each row, on one device."""
+    if workload.step is not None:  # whole on each device of a replica
+        return 1, workload.step.tokens
+    rows = workload.rows_at_once // model.devices(axes.BATCH, workload.rows_at_once)
+    return rows, workload.tokens // model.devices(axes.SEQUENCE, workload.tokens)
+
+
+def axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
+    """Return the mesh axes that shard rows or their tokens."""
+    return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
+
+
+def gathered_along(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> tuple[str, ...]:
+    """Return the mesh axes along which a layer's tokens are gathered for its experts, in the mesh's order.
+
+    Args:
+        model: on one device.
+        experts: the layer's parameters; those of experts count.
+        workload: the program.
+    """
+    sharding = {axis for one in experts if one.of_experts for by in one.multiplied_axes for axis in by}
+    return tuple(axis for axis in model.mesh if axis in sharding & axes_of_rows(model, workload))
+
+
+def expert_tokens(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> int:
+    """Return the number of tokens that one device multiplies by its experts, if these are all of its tokens' choice.
+
+    Args:
+        model: on one device.
+        experts: the layer's parameters; those of experts count.
+        workload: the program.
+    """
+    rows, tokens = local_tokens(model, workload)
+    return rows * tokens * prod(model.mesh[axis] for axis in gathered_along(model, experts, workload))
+
+
+def busiest_share(mlp: MoESpec, tokens: int, devices: int) -> float:
+    """Return how often the busiest device's experts are chosen, as a multiple of the mean over devices that have
+    different experts, if tokens choose at random: the expected maximum of as many normal variables is at most
+    sqrt(2 ln devices) deviations above the mean, and of choices a deviation is the root of the mean.
+
+    Args:
+        mlp: the mixture.
+        tokens: that choose.
+        devices: that share the experts.
+    """
+    mean = tokens * mlp.experts_per_token / devices
+    return min(float(devices), 1 + sqrt(2 * log(devices) / mean))
