@@ -27,14 +27,14 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
         return "it adds no position biases (ALiBi)"
     if set(context.sequence_axes) & {*context.batch_axes, *context.head_axes}:
         return "one mesh axis shards both the sequence and rows or heads"
-    if context.mesh is not None and context.sequence_axes and queries % (LANES * _parts(context)):
+    if queries % (LANES * _devices(context, context.sequence_axes)) and context.sequence_axes:
         return f"the sequence is not a multiple of {LANES} on each device"
     return not_own_keys(context, queries, keys)
 
 
-def _parts(context: AttentionContext) -> int:
-    """How many devices share a sequence."""
-    return 1 if context.mesh is None else prod(context.mesh.shape[axis] for axis in context.sequence_axes)
+def _devices(context: AttentionContext, names: tuple[str, ...]) -> int:
+    """How many devices there are along mesh axes; 1 where the mesh is not known."""
+    return 1 if context.mesh is None else prod(context.mesh.shape[axis] for axis in names)
 
 
 def splash_attention(
@@ -69,13 +69,19 @@ def splash_attention(
     """
     reach = min((size for size in (spec.window, spec.chunk) if size is not None), default=None)
     wider = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    parts = _parts(context)
+    parts = _devices(context, context.sequence_axes)
     blocks = splash_blocks(
         context, query.shape[1] // parts, wider * query.dtype.itemsize, reach, causal=spec.causal, whole=parts > 1
     )
-    local = partial(_local, spec=spec, reach=reach, blocks=blocks, interpret=context.platform == "cpu")
+    ahead = 0 if spec.causal else None if reach is None else reach - 1
+    behind = None if reach is None else reach - 1
+    heads = query.shape[2] * query.shape[3] // _devices(context, context.head_axes)
+    # Made here, since nothing can be computed at once while `shard_map` traces.
+    kernel = _kernel(heads, behind, ahead, spec.logit_softcap, blocks, context.platform == "cpu", parts)
+    local = partial(_local, spec=spec, blocks=blocks, kernel=kernel)
     if parts > 1:
-        local = partial(_on_part, local, parts=parts, axes=context.sequence_axes)
+        cuts = (behind, ahead) != (None, None)  # else each part sees everything, and has the same tables
+        local = partial(_on_part, local, kernel=kernel, parts=parts, axes=context.sequence_axes, cuts=cuts)
     segments = segments_of(spec, query_positions, key_positions, segment_ids)
     return over_mesh(local, context, query, key, value, segments, sinks)
 
@@ -89,14 +95,16 @@ def _on_part(
     key_segments: jax.Array,
     sinks: jax.Array | None,
     *,
+    kernel: Any,
     parts: int,
     axes: tuple[str, ...],
+    cuts: bool,
 ) -> jax.Array:
     """Attention of one device's part of the queries to the keys of the whole sequence, in its order."""
     key, value = (jax.lax.all_gather(x, axes, axis=2, tiled=True) for x in (key, value))
     key_segments = jax.lax.all_gather(key_segments, axes, axis=1, tiled=True)
-    part = jax.lax.axis_index(axes), parts
-    return local(query, key, value, query_segments, key_segments, sinks, part=part)
+    own = _of_part(kernel, jax.lax.axis_index(axes), parts) if cuts else kernel
+    return local(query, key, value, query_segments, key_segments, sinks, kernel=own)
 
 
 def _local(
@@ -108,13 +116,11 @@ def _local(
     sinks: jax.Array | None,
     *,
     spec: AttentionSpec,
-    reach: int | None,
     blocks: SplashBlocks,
-    interpret: bool,
-    part: tuple[jax.Array, int] | None = None,
+    kernel: Any,
 ) -> jax.Array:
-    """Attention of one device's rows and heads; of the queries of a part (its number, and of how many) of a sequence
-    whose keys are all here, and which needs no padding."""
+    """Attention of one device's rows and heads, padded to whole blocks. The keys of a sequence of which the queries are
+    a part are as many as all parts have, and need no padding."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     batch, seq, kv, group, dim = query.shape
@@ -123,16 +129,9 @@ def _local(
     scaled = (query.astype(jnp.float32) * spec.softmax_scale).astype(query.dtype)
     scaled = scaled.transpose(0, 2, 3, 1, 4).reshape(batch, heads, seq, dim)
     key, value = key.astype(query.dtype), value.astype(query.dtype)
-    arrays, ids = [scaled, key, value], [query_segments, key_segments]
-    if part is None:
-        arrays = [pad_sequence(x, blocks.length, 2) for x in arrays]
-        ids = [pad_sequence(x, blocks.length, 1, PADDING) for x in ids]
-    ahead = 0 if spec.causal else None if reach is None else reach - 1
-    behind = None if reach is None else reach - 1
-    parts = 1 if part is None else part[1]
-    kernel = _kernel(heads, behind, ahead, spec.logit_softcap, blocks, interpret, parts)
-    if part is not None and (behind, ahead) != (None, None):
-        kernel = _of_part(kernel, *part)
+    length, keys = blocks.length, max(blocks.length, key.shape[2])
+    arrays = [pad_sequence(x, size, 2) for x, size in ((scaled, length), (key, keys), (value, keys))]
+    ids = [pad_sequence(x, size, 1, PADDING) for x, size in ((query_segments, length), (key_segments, keys))]
     flat_sinks = None if sinks is None else _own_dtype_gradient(sinks.reshape(heads))
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, of_q: jax.Array, of_k: jax.Array) -> jax.Array:
@@ -185,7 +184,7 @@ def _kernel(
     sizes = {name.removeprefix("sa_"): size for name, size in blocks.sizes if name not in unused}
     q_layout, k_layout, v_layout = (splash.QKVLayout[name] for name in blocks.layouts)
     mask: masks.Mask = Band(blocks.length * parts, behind, ahead)
-    if parts > 1 and behind is None and ahead is None:  # all parts see everything, and the tables have nothing to cut
+    if parts > 1 and behind is None and ahead is None:  # the library makes no tables of parts that see everything
         mask, parts = masks.FullMask((blocks.length, blocks.length * parts)), 1
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(
