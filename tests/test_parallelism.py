@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.hardware import CHIPS
 from ttpu_core.sharding.parallelism import (
     NAMED,
     Parallelism,
@@ -14,6 +15,7 @@ from ttpu_core.sharding.parallelism import (
     strategy_with,
 )
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES
+from ttpu_core.sharding.stream import cuts_rows
 
 
 @pytest.mark.parametrize(
@@ -147,3 +149,11 @@ def test_text_that_is_no_rule_is_refused(text: str) -> None:
 def test_one_device_is_said_in_words() -> None:
     assert str(Parallelism()) == "one device"
     assert parse_mesh("tensor=4,data=2") == {"data": 2, "tensor": 4}
+
+
+def test_rows_are_cut_where_links_have_two_dimensions_and_tokens_are_enough() -> None:
+    assert {name for name, chip in CHIPS.items() if cuts_rows(1, 2048, 8, chip)} == {"v5e", "v6e"}
+    v5e = CHIPS["v5e"]
+    assert not cuts_rows(1, 512, 8, v5e) and not cuts_rows(1, 2050, 8, v5e) and not cuts_rows(1, 2048, 1, v5e)
+    assert cuts_rows(2, 512, 8, v5e), "of several rows"
+    assert not cuts_rows(1, 2048, 8, None)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from paged_cases import ragged
 
 from ttpu_core.quantization import QuantizationConfig, quantize_spec
+from ttpu_core.sharding.hardware import CHIPS
 from ttpu_core.spec import (
     ActivationSpec,
     ArchitectureSpec,
@@ -275,6 +276,11 @@ class TestOnTPUs:
     @pytest.fixture(autouse=True)
     def on_tpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("ttpu_jax.params.placement.Placement.platform", "tpu")
+        self.on("v5e", monkeypatch)
+
+    def on(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Take this machine's devices for chips of a generation."""
+        monkeypatch.setattr("ttpu_jax.model.modules.chip_of_device_kind", lambda _: CHIPS[name])
 
     @pytest.mark.parametrize(
         ("batch", "seq", "cut"), [(1, 2048, True), (1, 1024, True), (1, 1023, False), (1, 512, False), (4, 512, True)]
@@ -287,6 +293,12 @@ class TestOnTPUs:
         runtime = Runtime(local_placement("data=2,tensor=4"), stream="auto")
         assert ring_of(jnp.zeros((2, 512, 4)), runtime) is not None
         assert ring_of(jnp.zeros((2, 256, 4)), runtime) is None
+
+    @pytest.mark.parametrize("name", sorted(CHIPS))
+    def test_links_of_three_dimensions_sum_faster(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on(name, monkeypatch)
+        found = ring_of(jnp.zeros((1, 2048, 4)), Runtime(local_placement("tensor=8"), stream="auto"))
+        assert (found is not None) == (name in ("v5e", "v6e"))
 
 
 class TestWhatTakesLonger:

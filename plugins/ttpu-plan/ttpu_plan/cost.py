@@ -207,7 +207,9 @@ class _Program:
         """Whether the sums of an MLP's product go around a ring, during the products."""
         dense = self.workload.quantization is None and one.path.endswith("mlp.down.kernel")
         whole = not self.model.axes_of(axes.SEQUENCE, self.workload.tokens)
-        return dense and whole and not self.trains and len(by) == 1 and cuts_rows(rows, tokens, self.model.mesh[by[0]])
+        if not dense or not whole or self.trains or len(by) != 1:
+            return False
+        return cuts_rows(rows, tokens, self.model.mesh[by[0]], self.topology.chip)
 
     def _gather(self, part: _Part, one: ParameterShard, bits: int) -> None:
         """Weights sharded along the tokens' axes are gathered each time a layer is run; in training their gradients are
