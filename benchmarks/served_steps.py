@@ -86,7 +86,7 @@ def main() -> None:
     for one in found.unmodelled:
         least[one.name.partition(".")[0]] += one.count * (one.roofline_seconds or 0.0)  # type: ignore[assignment]
     for name, seconds in least.items():
-        print(f"  {name}: {f'at least {seconds * 1e3:.3f} ms' if seconds else 'counted as no time'}")
+        print(f"  {name}: {f'at least {seconds * 1e3:.3f} ms' if seconds else 'without an estimate'}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ RING_TILE = 32
 
 def cuts_rows(rows: int, tokens: int, devices: int, chip: Chip | None) -> bool:
     """Return whether rows of tokens are cut. They are on chips whose links have two dimensions: with three, an
-    all-reduce has more links at once than a ring, and takes less time.
+    all-reduce has more links at once than a ring, and takes as long, or less.
 
     Args:
         rows: of a replica.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ttpu_core.spec import AlibiSpec, AttentionSpec
 from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend
-from ttpu_jax.ops.attention.decode import serves
+from ttpu_jax.ops.attention.decode import LARGEST_WHOLE, serves
 from ttpu_jax.ops.attention.decode_kernel import BLOCK_BYTES, block_slots
 
 GQA = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
@@ -170,6 +170,7 @@ def test_what_it_does_not_serve(
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", BLOCK_BYTES)
     assert block_slots(2048, 256) == 2048, "which takes 512 KiB"
+    assert LARGEST_WHOLE == 4 * BLOCK_BYTES
     assert block_slots(8192, 256) == 2048
     assert block_slots(1152, 8 * 512) == 128 and block_slots(1152, 1024) == 384
     assert block_slots(2000, 256) == 2000

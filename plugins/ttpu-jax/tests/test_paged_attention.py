@@ -18,6 +18,7 @@ from ttpu_jax.ops.attention import AttentionContext
 from ttpu_jax.ops.paged_attention import (
     NULL_PAGE,
     PagedKV,
+    api,
     empty_pages,
     kernel,
     page_bytes,
@@ -251,6 +252,24 @@ def kernel_as_described(
     mixed = np.full(query.shape, np.nan, np.float32)
     mixed[: len(real)] = oracle(counts, lengths, real, kept[:, :, 0], kept[:, :, 1], spec).reshape(-1, *query.shape[1:])
     return jnp.asarray(mixed)
+
+
+def test_padding_that_the_kernel_leaves_in_decode_steps_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float8 pages and steps without our own kernel come to it. Layers clear other steps themselves."""
+    query, keys, values, _ = numbers(DECODE, GQA)
+    kv = filled(DECODE, GQA, keys, values)
+    padding = np.asarray(DECODE.batch.positions) < 0
+    monkeypatch.setattr(api, "serves", lambda *_, **__: None)
+
+    def left(query: jax.Array, *_: Any) -> jax.Array:
+        return jnp.where(padding[:, None, None, None], jnp.nan, query)
+
+    monkeypatch.setattr(kernel, "attend", left)
+    on_tpu = AttentionContext(platform="tpu")
+    mixed = paged_attention(jnp.asarray(query), kv, DECODE.batch, GQA, context=on_tpu, decode=False)
+    assert DECODE.batch.max_queries == 1
+    assert padding.any() and np.isfinite(np.asarray(mixed)).all()
+    np.testing.assert_array_equal(np.asarray(mixed)[~padding], query[~padding])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer
 
 from ttpu_core.checkpoint import Checkpoint, open_checkpoint
@@ -110,6 +113,17 @@ def test_without_a_folder_transformers_reads_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv(VARIABLE, "off")
     opened = checkpoint(tmp_path / "a")
     assert [isinstance(text_tokenizer(opened), TextTokenizer) for _ in range(2)] == [False, False]
+
+
+def test_a_tokenizer_that_does_not_read_every_text_is_left_to_transformers(tmp_path: Path, notes: Path) -> None:
+    opened = checkpoint(tmp_path / "a")
+    words = Tokenizer(WordLevel({"<|bos|>": 0, "<|eos|>": 1, "<|pad|>": 2, "def": 3, "f": 4}))  # and no unknown token
+    words.pre_tokenizer = Whitespace()
+    words.save(str(opened.path / "tokenizer.json"))
+    for _ in range(2):
+        ours = text_tokenizer(opened)
+        assert not isinstance(ours, TextTokenizer) and ours("def f")["input_ids"] == [3, 4]
+    assert not list(notes.iterdir())
 
 
 def test_a_file_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ class JaxLoadOptions(LoadOptions):
             prefix caching, programs compiled ahead.
         engine_config: the engine's settings, with `enable_paged_attention`; None is its defaults. Callers of
             `from_pretrained` pass each setting by its own name, such as max_num_seqs.
-        residual_stream: "auto" cuts the tokens of long inputs over the devices that share heads and MLPs, on TPUs, so
-            that products exchange them while they multiply; "rings" wherever these devices divide the tokens; "whole"
-            nowhere (docs/parallelism.md).
+        residual_stream: "auto" cuts the tokens of long inputs over the devices that share heads and MLPs, on v5e and
+            v6e, so that products exchange them while they multiply; "rings" wherever these devices divide the tokens;
+            "whole" nowhere (docs/parallelism.md).
     """
 
     task: str = "inference"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_jax.runner.compilation_cache import is_closed, programs_folder
-from ttpu_jax.tokenizer import CLASS_KEYS, load_tokenizer
+from ttpu_jax.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILE = "tokenizer.json"
-READ = (FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""The files that transformers makes such a tokenizer of."""
+READ = (
+    *(FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "config.json"),
+)
+"""The files that transformers makes a tokenizer of, or chooses its class by."""
 OTHER_READER = "tekken.json"
 """Which mistral-common reads, where it is installed."""
 SAMPLES = ("", "a", " a  b\n\tc", "Ça coûte 12,50 €; it's ½ of 日本語 \U0001f600", "\x00\u200b\ufeff")
@@ -82,7 +85,12 @@ def text_tokenizer(checkpoint: Checkpoint) -> Any:
     if (noted := _read(note)) is not None:
         return TextTokenizer(checkpoint, _backend(checkpoint), noted["eos_token_id"], noted["pad_token_id"])
     tokenizer = load_tokenizer(checkpoint)
-    if _reads_alike(tokenizer, _backend(checkpoint)):
+    try:
+        alike = _reads_alike(tokenizer, _backend(checkpoint))
+    except Exception as error:  # tokenizers raises no narrower kind for texts that it cannot read
+        log.debug("%s is left to transformers: %s", checkpoint.source, error)
+        alike = False
+    if alike:
         _write(note, {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")})
     return tokenizer
 
@@ -118,9 +126,8 @@ def _note_of(checkpoint: Checkpoint) -> Path | None:
     if folder is None:
         return None
     found = hashlib.blake2b(digest_size=16)
-    keys = {name: checkpoint.config.get(name) for name in CLASS_KEYS}
     versions = [version(name) for name in ("transformers", "tokenizers")]
-    found.update(json.dumps([str(checkpoint.path.resolve()), keys, versions], default=str).encode())
+    found.update(json.dumps([str(checkpoint.path.resolve()), versions]).encode())
     for name in READ:
         path = checkpoint.path / name
         content = path.read_bytes() if path.is_file() else None

@@ -14,7 +14,7 @@ from ttpu_plan.plan import Plan
 from ttpu_plan.planner import Request, meshes, plan_of_mesh
 
 MOST_ROWS = 1024
-"""Rows of a device in each part of an update; small models have room for more, which nothing gets faster by."""
+"""Rows of a device in each part of an update; small models have room for more, but gain nothing from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Batch:
 def best_batch(
     spec: ArchitectureSpec, topology: Topology, request: Request, remats: tuple[Recomputation, ...] = REMATS
 ) -> Batch | None:
-    """Return the mesh, recomputation and rows that most tokens a second are predicted for, of each mesh and
-    recomputation with the most rows that fit; None where not one row a device fits.
+    """Return the batch with the most predicted tokens a second, of each mesh and recomputation with the most rows that
+    fit; None where not one row a device fits.
 
     Args:
         spec: the model.

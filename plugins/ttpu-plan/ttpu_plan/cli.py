@@ -61,8 +61,8 @@ def plan(
         int | None,
         typer.Option(
             metavar="N",
-            help="Rows of a step, over all replicas. Without it 32, or to train one a device, and the best batch is "
-            "proposed.",
+            help="Rows of a step, over all replicas. Without it 32; to train, one a device, and with --topology the "
+            "best batch is proposed.",
         ),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,

@@ -73,7 +73,7 @@ class TrainingArguments:
         z_loss: coefficient of the squared log of the softmax's denominator.
         router_aux_loss_coef: coefficient of the load balance of experts; None leaves it to the checkpoint's config.
         bf16: compute in bfloat16; None does so on accelerators. Master weights are float32 either way.
-        gradient_checkpointing: False is remat="none", True is remat="full" unless remat is another but none.
+        gradient_checkpointing: False is remat="none", True is remat="full" where remat is "auto".
         remat: what is computed again in the backward pass instead of being kept: full, attention, gate, dots, mlp,
             none, or auto, the least that fits.
         zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an "fsdp"

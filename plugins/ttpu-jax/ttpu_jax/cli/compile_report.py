@@ -112,7 +112,9 @@ def compile_report(
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Mesh and rules of a plan, as ttpu plan --save wrote it, instead of both."),
+        typer.Option(
+            metavar="FILE", help="The mesh and rules of a plan that ttpu plan --save wrote, and nothing else of it."
+        ),
     ] = None,
     layers: Annotated[
         LayersChoice, typer.Option(help="Compile every layer, or one in a loop: compiles sooner, runs slower.")
@@ -135,8 +137,8 @@ def compile_report(
     remat: Annotated[
         RematChoice,
         typer.Option(
-            help="To train, what the backward pass computes again: full (all of a layer but its input), less from word "
-            "to word, or none.",
+            help="To train, what the backward pass computes again: full (all of a layer but its input), none, or a "
+            "part: each of attention, gate, dots and mlp keeps more than the one before.",
         ),
     ] = RematChoice.full,
     explain: Annotated[
@@ -337,7 +339,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("predicted, HBM shared", _milliseconds(report.total_seconds)),
         ("tokens per second", f"{report.tokens_per_second:,.0f}"),
         ("collectives", "\n".join(_collectives(report)) or "none"),
-        ("counted as no time", "\n".join(_uncounted(report)) or "nothing"),
+        ("without an estimate", "\n".join(_uncounted(report)) or "nothing"),
         ("compiled in", f"{report.compile_seconds:.1f} s"),
     ]
 

@@ -389,8 +389,8 @@ def ring_of(x: jax.Array | jax.ShapeDtypeStruct, runtime: Runtime) -> Ring | Non
     """The devices that cut the rows of the residual stream x [batch, seq, ...] and exchange them around a ring; None
     where its rows are whole.
 
-    These are the devices along the mesh axis that shards heads and MLPs, if one does. On TPUs each gets rows enough for
-    products that take as long as sending them on.
+    These are the devices along the mesh axis that shards heads and MLPs, if one does. On v5e and v6e each gets rows
+    enough for products that take as long as sending them on.
     """
     placement = runtime.placement
     if runtime.stream == "whole" or not isinstance(placement.mesh, Mesh) or x.ndim != 3:

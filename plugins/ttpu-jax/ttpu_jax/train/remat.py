@@ -7,19 +7,33 @@ from typing import Any
 
 import jax
 
-from ttpu_core.sharding.training_state import REMATS, Recomputation
+from ttpu_core.sharding.training_state import GATE, REMATS, SAVED, UP, Recomputation
+from ttpu_core.spec import ArchitectureSpec, MLPSpec, MoESpec
 
 
-def compiled_that_fits(compiled: Callable[[Recomputation], Any], device: jax.Device) -> tuple[Recomputation, Any]:
+def different(spec: ArchitectureSpec) -> tuple[Recomputation, ...]:
+    """Those of `REMATS` that keep different activations of a model, in their order: without a dense MLP there is none
+    of which `gate` or `mlp` would keep a product."""
+    mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+    dense = any(isinstance(layer.mlp, MLPSpec) for layer in spec.layers)
+    if dense or any(mixture.shared is not None or mixture.dense is not None for mixture in mixtures):
+        return REMATS
+    return tuple(remat for remat in REMATS if not {GATE, UP} & set(SAVED.get(remat, ())))
+
+
+def compiled_that_fits(
+    compiled: Callable[[Recomputation], Any], device: jax.Device, remats: tuple[Recomputation, ...] = REMATS
+) -> tuple[Recomputation, Any]:
     """The least recomputation whose program fits, and that program; "full" where the device does not say how much
     memory it has, as a CPU.
 
     Args:
         compiled: makes the program.
         device: one of those that it runs on.
+        remats: what may be computed again, the most first.
     """
     limit = _device_bytes(device)
-    most, *others = REMATS
+    most, *others = remats
     for remat in reversed(others) if limit else ():
         try:
             program = compiled(remat)

@@ -38,7 +38,7 @@ from ttpu_jax.train.objectives.reward import SCORE
 from ttpu_jax.train.objectives.token_logprobs import token_logprobs
 from ttpu_jax.train.offload import first_state
 from ttpu_jax.train.predictions import sums_and_logits
-from ttpu_jax.train.remat import compiled_that_fits, peak_bytes
+from ttpu_jax.train.remat import compiled_that_fits, different, peak_bytes
 from ttpu_jax.train.rollouts import HandedWeights, Handover, RolloutModel
 from ttpu_jax.train.rows import form, own_rows, placed_batch, row_layout, row_shardings
 from ttpu_jax.train.score_head import HasScore, with_score
@@ -157,7 +157,8 @@ class JaxTrainRunner:
         if key not in self._programs:
             compiled = partial(self._compile, batch=placed, number=number)
             if self._remat is None:
-                self._remat, program = compiled_that_fits(compiled, self._zero.weights.devices[0])
+                device, remats = self._zero.weights.devices[0], different(self._step.model.spec)
+                self._remat, program = compiled_that_fits(compiled, device, remats)
             else:
                 program = compiled(self._remat)
             self._programs[key], self._compiled_bytes = program, peak_bytes(program)

@@ -107,7 +107,7 @@ def _excess(rest: np.ndarray, most_values: int, most_depth: int) -> str | None:
     closes = (rest == ord("]")) | (rest == ord("}"))
     containers = int(np.count_nonzero(opens))
     values = containers + int(np.count_nonzero(rest == ord(",")))
-    depth = int((opens.astype(np.int32) - closes).cumsum().max(initial=0))
+    depth = int(np.where(opens[opens | closes], 1, -1).cumsum().max(initial=0))
     for found, most, what in (
         (depth, most_depth, "levels of objects and arrays in one another"),
         (containers, MOST_CONTAINERS, "objects and arrays"),

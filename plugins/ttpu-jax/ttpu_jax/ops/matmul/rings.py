@@ -22,7 +22,7 @@ from ttpu_core.sharding.hardware import chip_of_device_kind
 
 StreamForm = Literal["whole", "auto", "rings"]
 """Where the sequence of the residual stream is cut over the devices that share MLPs and heads: nowhere ("whole"), in
-programs for TPUs of enough tokens ("auto"), or wherever the devices divide the tokens ("rings")."""
+programs of enough tokens for v5e and v6e ("auto"), or wherever the devices divide the tokens ("rings")."""
 Multiply = Callable[[jax.Array], jax.Array]
 """A product with one device's share of a kernel: rows [batch, rows, in] to [batch, rows, *out]."""
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
@@ -69,7 +70,9 @@ def paged_attention(
 
             return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel:
-            return kernel.attend(query, kv, batch, spec, kind)
+            mixed = kernel.attend(query, kv, batch, spec, kind)
+            # Which leaves padding uninitialised. Layers make zeros of it in steps of several queries.
+            return mixed if batch.max_queries > 1 else jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
         singles = partial(decode_kernel.attend_singles, query, kv, batch, spec, kind, sinks=sinks) if single else None
         return reference(
             query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform, singles=singles
