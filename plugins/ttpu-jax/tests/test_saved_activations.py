@@ -3,10 +3,13 @@ from policy to policy, and what is kept is what the planner counts."""
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +19,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
+from ttpu_core.registry import default_registry
 from ttpu_core.sharding.training_state import REMATS, SAVED, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
 from ttpu_core.spec.parts import BlockSpec
@@ -27,6 +32,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops.saved import policy_of
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import local_placement
+from ttpu_jax.train.remat import compiled_that_fits, different
 
 LAYERS, ROWS, SEQ, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 2, 2, 128, 48, 80, 4, 2, 16
 NORM = NormSpec()
@@ -143,3 +149,24 @@ def test_names_of_policies_are_known_to_all() -> None:
     assert policy_of("full") is None and all(policy_of(remat) is not None for remat in REMATS[1:-1])
     with pytest.raises(RequestError, match=r"remat 'mlps' .* one of auto, full, attention, gate, dots, mlp, none"):
         UpdateSettings(remat="mlps")
+
+
+def test_policies_that_keep_the_same_of_a_mixture_are_tried_once() -> None:
+    def published(package: str, name: str) -> ArchitectureSpec:
+        path = importlib.resources.files(package) / "configs" / name
+        return default_registry().architecture(ModelConfig.from_dict(json.loads(path.read_text()))).spec
+
+    assert different(published("ttpu_llama", "llama-3.1-8b.json")) == REMATS
+    assert different(published("ttpu_mistral", "mixtral-8x7b.json")) == ("full", "attention", "dots", "none")
+    assert different(published("ttpu_qwen", "qwen1.5-moe-a2.7b.json")) == REMATS, "its shared expert is dense"
+    tried: list[str] = []
+    device = SimpleNamespace(platform="tpu", memory_stats=lambda: {"bytes_limit": 1})
+    sizes = dict.fromkeys(("argument", "output", "temp"), 1) | {"alias": 0}
+    analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+
+    def compiled(remat: str) -> Any:
+        tried.append(remat)
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    chosen, _ = compiled_that_fits(compiled, device, ("full", "attention", "none"))  # type: ignore[arg-type]
+    assert (chosen, tried) == ("full", ["none", "attention", "full"])
