@@ -15,8 +15,9 @@ from tiny import llama_checkpoint
 from ttpu_core import ModelConfig, default_registry, open_checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.mapping import stack_layers
+from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec.parameters import stacked_parameters
-from ttpu_jax.model.causal_model import DecoderModel, Remat, causal_model
+from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.loss import (
     TokenBatch,
     next_token_loss,
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     params = load_parameters(checkpoint, architecture.mapping, spec.parameters, placement, np.dtype(np.float32))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
 
-    def make(*, remat: Remat = "none") -> DecoderModel:
+    def make(*, remat: Recomputation = "none") -> DecoderModel:
         return causal_model(spec, runtime, remat=remat)
 
     return make, params
@@ -207,7 +208,7 @@ def test_gradients_of_stacked_layers_are_the_same_when_activations_are_computed_
     params = random_parameters(table, placement, np.dtype(np.float32))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers))
 
-    def gradients(*, remat: Remat) -> Any:
+    def gradients(*, remat: Recomputation) -> Any:
         def loss(params: Any) -> jax.Array:
             return plain_loss(causal_model(spec, runtime, stacked=True, remat=remat), params, TOKENS, REAL)
 

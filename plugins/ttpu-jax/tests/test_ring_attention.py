@@ -7,41 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from sequence_cases import ALL_THREE, BATCH, SPEC, arrays, check_gradient, context, layers, positions
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import AttentionSpec, LayerSpec, NormSpec
 from ttpu_jax.ops.attention import choice
-from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import eager
 from ttpu_jax.ops.attention.ring import ring_attention
 
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
-BATCH, SEQ = 2, 32
-
-
-def arrays(seed: int = 0) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = (BATCH, SEQ, 2, 2, 8), (BATCH, 2, SEQ, 8), (BATCH, 2, SEQ, 8), (2, 2)
-    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-
-
-def context(sizes: dict[str, int]) -> AttentionContext:
-    devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(list(sizes.values()))
-    return AttentionContext(
-        mesh=Mesh(devices, tuple(sizes)),
-        batch_axes=("data",) if "data" in sizes else (),
-        head_axes=("tensor",) if "tensor" in sizes else (),
-        sequence_axes=("sequence",),
-    )
-
-
-def positions(padding: int = 0) -> jax.Array:
-    """The second row begins with padding."""
-    return jnp.arange(SEQ)[None] - jnp.array([[0], [padding]])
-
-
-ALL_THREE = {"data": 2, "sequence": 2, "tensor": 2}
+SEQ = 32
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"window": 5},
@@ -58,17 +31,17 @@ CHANGES: tuple[dict[str, Any], ...] = (
     [({"sequence": 4}, {}), ({"sequence": 8}, {"window": 5}), *((ALL_THREE, one) for one in CHANGES)],
 )
 def test_it_gives_what_the_reference_gives(sizes: dict[str, int], change: dict[str, Any]) -> None:
-    spec, (query, key, value, sinks) = replace(SPEC, **change), arrays()
+    spec, (query, key, value, sinks) = replace(SPEC, **change), arrays(SEQ)
     given: dict[str, Any] = {"sinks": sinks if spec.sinks else None}
-    at = positions()
+    at = positions(SEQ)
     expected = eager(query, key, value, at, at, spec, **given)
     found = jax.jit(lambda *x: ring_attention(*x, at, at, spec, context=context(sizes), **given))(query, key, value)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_padding_and_packed_segments_are_honoured() -> None:
-    query, key, value, _ = arrays()
-    at = positions(padding=7)
+    query, key, value, _ = arrays(SEQ)
+    at = positions(SEQ, padding=7)
     segments = jnp.arange(SEQ)[None].repeat(BATCH, 0) // 11
     for ids in (None, (segments, segments)):
         expected = eager(query, key, value, at, at, SPEC, segment_ids=ids)
@@ -83,27 +56,15 @@ def test_padding_and_packed_segments_are_honoured() -> None:
 )
 def test_its_gradient_is_the_reference_s(sizes: dict[str, int]) -> None:
     """The axis `expert` cuts neither batch nor heads: its devices compute the same."""
-    spec, given, at = replace(SPEC, sinks=True, window=9), arrays(1), positions()
-
-    def loss(attention: Any, *x: jax.Array, **more: Any) -> jax.Array:
-        return jnp.sin(attention(*x[:3], at, at, spec, sinks=x[3], **more)).sum()
-
-    expected = jax.grad(lambda x: loss(eager, *x))(given)
-    found = jax.jit(jax.grad(lambda x: loss(ring_attention, *x, context=context(sizes))))(given)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    check_gradient(ring_attention, sizes, SEQ, window=9, atol=1e-5)
 
 
 def test_no_device_holds_the_keys_of_the_whole_sequence() -> None:
-    query, key, value, _ = arrays()
-    at, ring = positions(), context({"sequence": 8})
+    query, key, value, _ = arrays(SEQ)
+    at, ring = positions(SEQ), context({"sequence": 8})
     program = jax.jit(lambda *x: ring_attention(*x, at, at, SPEC, context=ring)).lower(query, key, value).compile()
     text = program.as_text()
     assert "collective-permute" in text and "all-gather" not in text
-
-
-def layers(*specs: AttentionSpec) -> tuple[LayerSpec, ...]:
-    return tuple(LayerSpec(spec, None, NormSpec()) for spec in specs)
 
 
 def test_auto_takes_it_where_the_sequence_is_cut_and_the_kernel_for_tpus_does_not_serve() -> None:

@@ -22,11 +22,11 @@ from jax.interpreters import partial_eval
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.registry import default_registry
-from ttpu_core.sharding.training_state import REMATS, SAVED, UpdateSettings
+from ttpu_core.sharding.training_state import REMATS, SAVED, Recomputation, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
 from ttpu_core.spec.parts import BlockSpec
 from ttpu_jax.cli.compile_report import RematChoice
-from ttpu_jax.model.causal_model import Remat, causal_model
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import next_token_loss
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops.saved import policy_of
@@ -57,7 +57,9 @@ REAL = jnp.ones((ROWS, SEQ), bool)
 SPLASH = "splash_attention"
 
 
-def gradient_of(remat: Remat, spec: ArchitectureSpec, attention: str, *, trains: bool, stacked: bool = True) -> Any:
+def gradient_of(
+    remat: Recomputation, spec: ArchitectureSpec, attention: str, *, trains: bool, stacked: bool = True
+) -> Any:
     placement = local_placement()
     runtime = Runtime(placement, attention, different_ropes(spec.layers), trains=trains)
     model = causal_model(spec, runtime, stacked=stacked, remat=remat)
@@ -65,7 +67,7 @@ def gradient_of(remat: Remat, spec: ArchitectureSpec, attention: str, *, trains:
     return jax.grad(lambda params: next_token_loss(model, params, TOKENS, REAL)), params
 
 
-def traced(remat: Remat, spec: ArchitectureSpec = SPEC, *, stacked: bool = True) -> Any:
+def traced(remat: Recomputation, spec: ArchitectureSpec = SPEC, *, stacked: bool = True) -> Any:
     """The jaxpr of a gradient, without what nothing reads."""
     gradient, params = gradient_of(remat, spec, SPLASH, trains=True, stacked=stacked)
     jaxpr = jax.make_jaxpr(gradient)(params).jaxpr
@@ -81,12 +83,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
-def counted(remat: Remat, *, stacked: bool = True) -> Counter[str]:
+def counted(remat: Recomputation, *, stacked: bool = True) -> Counter[str]:
     """How often each operation is in a gradient."""
     return Counter(one.primitive.name for one in equations(traced(remat, stacked=stacked)))
 
 
-def kept_bytes(remat: Remat, spec: ArchitectureSpec = SPEC) -> int:
+def kept_bytes(remat: Recomputation, spec: ArchitectureSpec = SPEC) -> int:
     """Bytes that the loop over layers leaves for the backward pass, of all layers."""
     loop = next(one for one in equations(traced(remat, spec)) if one.primitive.name == "scan")
     stacked = [one.aval for one in loop.outvars if one.aval.shape[:1] == (LAYERS,)]

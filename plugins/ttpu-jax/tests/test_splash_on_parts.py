@@ -9,43 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from sequence_cases import ALL_THREE, BATCH, SPEC, arrays, check_gradient, context, layers, positions
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.spec import AlibiSpec, AttentionSpec, LayerSpec, NormSpec
+from ttpu_core.spec import AlibiSpec
 from ttpu_jax.ops.attention import api, choice
 from ttpu_jax.ops.attention.blocks import fit
-from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import eager
 from ttpu_jax.ops.attention.splash import serves, splash_attention
-
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
-ALL_THREE = {"data": 2, "sequence": 2, "tensor": 2}
-BATCH = 2
-
-
-def arrays(length: int, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Queries, keys, values and sinks."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = (BATCH, length, 2, 2, 8), (BATCH, 2, length, 8), (BATCH, 2, length, 8), (2, 2)
-    return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-
-
-def context(sizes: dict[str, int], platform: str = "cpu") -> AttentionContext:
-    devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))]).reshape(list(sizes.values()))
-    return AttentionContext(
-        mesh=Mesh(devices, tuple(sizes)),
-        batch_axes=("data",) if "data" in sizes else (),
-        head_axes=("tensor",) if "tensor" in sizes else (),
-        sequence_axes=("sequence",),
-        platform=platform,
-    )
-
-
-def positions(length: int, padding: int = 0) -> jax.Array:
-    """The second row begins with padding."""
-    return jnp.arange(length)[None] - jnp.array([[0], [padding]])
-
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
@@ -92,15 +63,7 @@ def test_padding_and_packed_segments_are_honoured() -> None:
 @pytest.mark.parametrize("sizes", [{"sequence": 4}, ALL_THREE, {"expert": 2, "sequence": 2}])
 def test_its_gradient_is_the_reference_s(sizes: dict[str, int]) -> None:
     """The axis `expert` shards neither batch nor heads: its devices compute the same."""
-    spec, given, at = replace(SPEC, sinks=True, window=170), arrays(512, 1), positions(512)
-
-    def loss(attention: Any, *x: jax.Array, **more: Any) -> jax.Array:
-        return jnp.sin(attention(*x[:3], at, at, spec, sinks=x[3], **more)).sum()
-
-    expected = jax.grad(lambda x: loss(eager, *x))(given)
-    found = jax.jit(jax.grad(lambda x: loss(splash_attention, *x, context=context(sizes))))(given)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=3e-5)
+    check_gradient(splash_attention, sizes, 512, window=170, atol=3e-5)
 
 
 def test_only_keys_and_values_are_gathered() -> None:
@@ -108,10 +71,6 @@ def test_only_keys_and_values_are_gathered() -> None:
     at, where = positions(512), context({"sequence": 4})
     traced = str(jax.make_jaxpr(lambda *x: splash_attention(*x, at, at, SPEC, context=where))(query, key, value))
     assert traced.count("all_gather[") == 3, "keys, values and their segments"
-
-
-def layers(*specs: AttentionSpec) -> tuple[LayerSpec, ...]:
-    return tuple(LayerSpec(spec, None, NormSpec()) for spec in specs)
 
 
 def test_auto_takes_it_on_a_tpu_and_ring_attention_where_it_does_not_serve() -> None:

@@ -19,6 +19,7 @@ from ttpu_core.errors import RequestError
 from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.quantization.report import stored_formats
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
 from ttpu_core.spec.parameters import GROUPS, LAYERS, SHARED
@@ -27,7 +28,6 @@ from ttpu_jax.aot.schedule import Breakdown, PartCost
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import TRAINING_OPTIONS
-from ttpu_jax.model.causal_model import Remat
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
@@ -164,7 +164,7 @@ def compile_report(
     experts: ExpertsForm = "auto",
     quantization: Any = None,
     residual_stream: StreamForm = "auto",
-    remat: Remat = "full",
+    remat: Recomputation = "full",
 ) -> ProgramReport:
     """Compile one program of a model for a TPU slice and report the compiler's results.
 

@@ -15,11 +15,11 @@ import optax
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.generation.token_choice import TokenChoice
-from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.sharding.training_state import ADAMW, Recomputation
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.parameters import stacked_parameters, stacked_paths
 from ttpu_jax.model.cache import KVCache
-from ttpu_jax.model.causal_model import Remat, causal_model
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import TokenBatch, token_batch
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
@@ -98,7 +98,7 @@ def train_step(
     tokens: int,
     stacked: bool,
     optimizer: optax.GradientTransformation | None = None,
-    remat: Remat = "full",
+    remat: Recomputation = "full",
 ) -> AbstractProgram:
     """Make one training step on the next-token loss of `batch` rows, as `ttpu_jax.train.step` does.
 

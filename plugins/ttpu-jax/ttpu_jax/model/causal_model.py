@@ -27,9 +27,6 @@ from ttpu_jax.params.quantized import shardings_of
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
 
-Remat = Recomputation
-"""What the backward pass computes again instead of keeping it, see `ttpu_core.sharding.training_state.REMATS`."""
-
 
 @dataclass(frozen=True)
 class DecoderModel:
@@ -48,7 +45,7 @@ class DecoderModel:
     spec: ArchitectureSpec
     runtime: Runtime
     stacked: bool = False
-    remat: Remat = "none"
+    remat: Recomputation = "none"
     slices: bool = False
     microbatches: int | None = None
 
@@ -239,7 +236,7 @@ def causal_model(
     runtime: Runtime,
     *,
     stacked: bool = False,
-    remat: Remat = "none",
+    remat: Recomputation = "none",
     slices: bool = False,
 ) -> DecoderModel:
     """Make the model of an architecture. No other function makes a decoder.

@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         table: Flax path → shape and logical axes.
         runtime: the placement of arrays and the attention implementation.
         stacked: the parameters are stacked, and a scan runs over the layers.
-        remat: what the backward pass computes again, see `ttpu_jax.model.causal_model.Remat`.
+        remat: what the backward pass computes again, see `ttpu_core.sharding.training_state.REMATS`.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.sharding.strategy import STAGE
-from ttpu_core.sharding.training_state import ELEMENTWISE
+from ttpu_core.sharding.training_state import ELEMENTWISE, Recomputation
 from ttpu_core.spec import ArchitectureSpec, Parameter
-from ttpu_jax.model.causal_model import Remat, causal_model
+from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.pipeline import check_stages, stages_of
@@ -84,7 +84,7 @@ def step_from_settings(
     dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype)
     trains = runtime.placement.platform == "tpu"
     runtime = replace(runtime, placement=zero.weights, dtype=dtype, stream="whole", trains=trains)
-    remat = cast("Remat", "full" if settings.remat == "auto" else settings.remat)
+    remat = cast("Recomputation", "full" if settings.remat == "auto" else settings.remat)
     model = causal_model(spec, runtime, stacked=True, remat=remat)
     loss = settings_for(settings.loss, config)
     stages, accumulation = stages_of(zero.weights), settings.accumulation

@@ -17,11 +17,10 @@ from jax.experimental import multihost_utils
 from ttpu_core.errors import RequestError
 from ttpu_core.mapping import pad_mapping, stack_layers
 from ttpu_core.sharding.hardware import chip_of_device_kind
-from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.sharding.training_state import ADAMW, Recomputation
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.compiler_flags import training_options
-from ttpu_jax.model.causal_model import Remat
 from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import Deferred, on_host
@@ -97,7 +96,7 @@ class JaxTrainRunner:
         )
         assert self._step.zero is not None
         self._zero, dtype = self._step.zero, self._step.dtype
-        self._remat = cast("Remat | None", None if settings.remat == "auto" else settings.remat)
+        self._remat = cast("Recomputation | None", None if settings.remat == "auto" else settings.remat)
         self._whole = self._zero.weights.whole()
         self._shardings: dict[str, Any] = {
             path: self._zero.state(path, parameter)
@@ -498,7 +497,7 @@ class JaxTrainRunner:
                 "restore another one, or make the run anew."
             )
 
-    def _compile(self, remat: Remat, batch: TokenBatch, number: np.int32) -> Any:
+    def _compile(self, remat: Recomputation, batch: TokenBatch, number: np.int32) -> Any:
         step = replace(self._step, model=replace(self._step.model, remat=remat))
 
         def update(

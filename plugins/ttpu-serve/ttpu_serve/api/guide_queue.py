@@ -111,7 +111,7 @@ class GuideQueue:
 
     async def _in(self, lane: FairExecutor, guided: WrittenGuide, client: str, seconds: float | None) -> None:
         work = partial(self._guides.compile, guided, seconds)
-        compilation = lane.submit(client, work, len(guided.content))
+        compilation = lane.submit(client, work, guided.length)
         try:
             await asyncio.wrap_future(compilation)
         except asyncio.CancelledError:

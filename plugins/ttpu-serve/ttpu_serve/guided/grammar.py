@@ -35,16 +35,16 @@ class WrittenGuide(GuidedDecoding):
     it is done once for each request.
 
     Attributes:
-        content: a text that determines the grammar: equal guides have equal texts.
-        key: a short key of it.
+        length: bytes of the text that determines the grammar: equal guides have equal texts.
+        key: a short key of that text.
     """
 
-    content: str = ""
+    length: int = 0
     key: bytes = b""
 
 
 def written(guided: GuidedDecoding) -> WrittenGuide:
-    """Return a guide with its content and its key.
+    """Return a guide with the length of its text and its key.
 
     Raises:
         RequestError: the schema is not JSON, is nested too deeply or is too long.
@@ -66,7 +66,7 @@ def written(guided: GuidedDecoding) -> WrittenGuide:
         raise refusal(guided, f"it has {len(encoded):,} bytes, and {MOST_BYTES:,} are allowed")
     key = hashlib.blake2b(encoded, digest_size=16).digest()
     schema = text if kind == "json" else None
-    return WrittenGuide(schema, guided.regex, guided.choice, guided.grammar, guided.prelude, content, key)
+    return WrittenGuide(schema, guided.regex, guided.choice, guided.grammar, guided.prelude, len(encoded), key)
 
 
 def key_of(guided: GuidedDecoding) -> bytes:
