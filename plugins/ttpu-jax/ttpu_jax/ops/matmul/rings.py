@@ -250,24 +250,28 @@ def _scattered(sums: jax.Array, ring: Ring) -> jax.Array:
 
 def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
     """multiply(all rows) [batch, seq, *out] of the rows x [batch, rows, in] of each device. Each row goes round half of
-    the ring, half of those of the device opposite in either direction."""
-    size, rows, here = ring.size, x.shape[1], jax.lax.axis_index(ring.axis)
-    own = multiply(x)
-    gathered = jax.lax.empty((len(x), size * rows, *own.shape[2:]), own.dtype)
+    the ring, half of those of the device opposite in either direction.
 
-    def put(gathered: jax.Array, product: jax.Array, before: int, first: int = 0) -> jax.Array:
-        """With the product of rows of the device `before` places before this one, from its row `first` on."""
-        at = (here - before) % size * rows + first
+    The halves of a device's rows travel apart all the way: XLA copies half of what has arrived before it sends that on.
+    """
+    size, rows, here = ring.size, x.shape[1], jax.lax.axis_index(ring.axis)
+    half = rows // 2
+    own = jax.lax.optimization_barrier((x[:, :half], x[:, half:]))  # else XLA multiplies them as one
+    products = [multiply(each) for each in own]
+    gathered = jax.lax.empty((len(x), size * rows, *products[0].shape[2:]), products[0].dtype)
+
+    def put(gathered: jax.Array, product: jax.Array, before: int, number: int) -> jax.Array:
+        """With the product of a half, 0 or 1, of the rows of the device `before` places before this one."""
+        at = (here - before) % size * rows + number * half
         return jax.lax.dynamic_update_slice_in_dim(gathered, product, at, 1)
 
-    gathered = put(gathered, own, 0)
-    ahead = behind = x
-    for turn in range(1, (size + 1) // 2):
-        ahead, behind = _sent(ahead, ring, 1), _sent(behind, ring, -1)
-        gathered = put(gathered, multiply(ahead), turn)
-        gathered = put(gathered, multiply(behind), -turn)
-    if size % 2 == 0:
-        half = rows // 2
-        gathered = put(gathered, multiply(_sent(ahead[:, :half], ring, 1)), size // 2)
-        gathered = put(gathered, multiply(_sent(behind[:, half:], ring, -1)), size // 2, half)
+    for number in (0, 1):
+        gathered = put(gathered, products[number], 0, number)
+    travelling = [(number, step, own[number]) for number in (0, 1) for step in (1, -1)]
+    for turn in range(1, size // 2 + 1):
+        if 2 * turn == size:
+            travelling = [each for each in travelling if each[0] == (each[1] < 0)]
+        travelling = [(number, step, _sent(piece, ring, step)) for number, step, piece in travelling]
+        for number, step, arrived in travelling:
+            gathered = put(gathered, multiply(arrived), step * turn, number)
     return gathered
