@@ -25,6 +25,10 @@ StreamForm = Literal["whole", "auto", "rings"]
 programs of enough tokens for v5e and v6e ("auto"), or wherever the devices divide the tokens ("rings")."""
 Multiply = Callable[[jax.Array], jax.Array]
 """A product with one device's share of a kernel: rows [batch, rows, in] to [batch, rows, *out]."""
+Lower = Callable[[jax.Array, jax.Array], jax.Array]
+"""An activation and its product with one device's share of a kernel."""
+Halves = tuple[jax.Array, jax.Array]
+"""Of rows or sums that travel: what goes ahead, and what goes back."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +161,11 @@ def ring_mlp(
     def local(
         x: jax.Array, up: tuple[jax.Array, jax.Array | None], down: tuple[jax.Array, jax.Array | None]
     ) -> jax.Array:
-        def lowered(raised: jax.Array) -> jax.Array:
-            return _product(activate(raised).astype(x.dtype), down[0])
+        def lowered(raised: jax.Array, kernel: jax.Array) -> jax.Array:
+            return _product(activate(raised).astype(x.dtype), kernel)
 
         early = _links_take_longer(x, up[0].size + down[0].size, ring)
-        return _round(x, lambda rows: _product(rows, *up), lowered, down[1], ring, early=early)
+        return _round(x, lambda rows: _product(rows, *up), lowered, down, ring, early=early)
 
     of_up = ring.kernel(rank, rank - 2), ring.kernel(rank - 1, rank - 2)
     of_down = ring.kernel(2, 1), PartitionSpec()
@@ -185,12 +189,18 @@ def _sent(x: jax.Array, ring: Ring, to: int) -> jax.Array:
 
 
 def _round(
-    x: jax.Array, up: Multiply, down: Multiply, bias: jax.Array | None, ring: Ring, *, early: bool
+    x: jax.Array,
+    up: Multiply,
+    lower: Lower,
+    down: tuple[jax.Array, jax.Array | None],
+    ring: Ring,
+    *,
+    early: bool,
 ) -> jax.Array:
-    """The sums over all devices of down(up(rows)), plus bias [out], for the device's own rows x [batch, rows, in]:
-    [batch, rows, out] in x's dtype. The two halves of a device's rows visit the others in opposite directions, and each
-    is followed by its sums. While the first rows travel, the first half of a device's own rows is multiplied by the
-    first kernel; while the last sums travel, the second half is.
+    """The sums over all devices of lower(up(rows), down[0]), plus down[1], for the device's own rows x [batch, rows,
+    in]: [batch, rows, out] in x's dtype. The two halves of a device's rows visit the others in opposite directions, and
+    each is followed by its sums. While the first rows travel, the first half of a device's own rows is multiplied by
+    the first kernel; while the last sums travel, the second half is.
 
     early: rows are there a turn before they are multiplied, so that they follow the sums of the turn before over the
         links. Otherwise sums wait for rows, where links are slow.
@@ -200,23 +210,60 @@ def _round(
     rows, own = _both_ways((first, second), ring), up(first)
     rows, own = jax.lax.optimization_barrier((rows, own))  # else all of own rows would be multiplied at the end
     following = _both_ways(rows, ring)
-    sums: tuple[jax.Array, jax.Array] | None = None
+    sums: Halves | None = None
     for turn in range(1, ring.size):
-        part = down(up(jnp.concatenate(rows, axis=1)))
-        if sums is not None:
-            part = part + jnp.concatenate(sums, axis=1)
-        part, rows = part.astype(x.dtype), following
+        raised, rows = up(jnp.concatenate(rows, axis=1)), following
+        if early:
+            part = lower(raised, down[0])
+            if sums is not None:
+                part = part + jnp.concatenate(sums, axis=1)
+            part = part.astype(x.dtype)
+        else:
+            parts, rows = _lowered_in_turn(raised, sums, rows, lower, down[0], x.dtype)
         if turn < ring.size - 2:
             following = _both_ways(rows, ring)
             if early:
                 part, following = jax.lax.optimization_barrier((part, following))
-        sums = _both_ways((part[:, :half], part[:, half:]), ring)
-    result = down(jnp.concatenate([own, up(second)], axis=1))
+        if early:
+            parts = part[:, :half], part[:, half:]
+        else:
+            rows, _ = jax.lax.optimization_barrier((rows, parts[1]))  # else they would be multiplied before sums are
+        sums = _both_ways(parts, ring)
+    result = lower(jnp.concatenate([own, up(second)], axis=1), down[0])
     if sums is not None:
         result = result + jnp.concatenate(sums, axis=1)
-    if bias is not None:
-        result = result + bias.astype(jnp.float32)
+    if down[1] is not None:
+        result = result + down[1].astype(jnp.float32)
     return result.astype(x.dtype)
+
+
+def _lowered_in_turn(
+    raised: jax.Array, sums: Halves | None, rows: Halves, lower: Lower, kernel: jax.Array, dtype: Any
+) -> tuple[Halves, Halves]:
+    """For each half of the rows of a turn, its product with the second kernel and what has arrived, in `dtype`; and the
+    rows of the next turn, which are there before.
+
+    Each product waits for its sums, as far as XLA:TPU can see. It then adds them within the product, and copies no half
+    of a common result to send it.
+
+    Args:
+        raised: [batch, 2 * half, *out], the first product with the rows of both halves.
+        sums: what has arrived for either half, [batch, half, out].
+        rows: of the next turn.
+        lower: the second product.
+        kernel: [out, mlp].
+        dtype: of the results.
+    """
+    parts: list[jax.Array] = []
+    for number, each in enumerate(jnp.split(raised, 2, axis=1)):
+        after = parts[0] if number else rows
+        arrived = None if sums is None else sums[number]
+        own, arrived, after = jax.lax.optimization_barrier((kernel, arrived, after))
+        if not number:
+            rows = after
+        part = lower(each, own)
+        parts.append((part if arrived is None else part + arrived).astype(dtype))
+    return (parts[0], parts[1]), rows
 
 
 def _links_take_longer(x: jax.Array, numbers: int, ring: Ring) -> bool:
@@ -234,7 +281,7 @@ def _links_take_longer(x: jax.Array, numbers: int, ring: Ring) -> bool:
     return rows_and_sums > 2 * x.shape[0] * x.shape[1] * numbers / chip.bf16_flops
 
 
-def _both_ways(halves: tuple[jax.Array, jax.Array], ring: Ring) -> tuple[jax.Array, jax.Array]:
+def _both_ways(halves: Halves, ring: Ring) -> Halves:
     """What the devices before and behind this one have sent: the first half goes ahead, the second one back."""
     return _sent(halves[0], ring, 1), _sent(halves[1], ring, -1)
 
