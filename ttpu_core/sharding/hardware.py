@@ -29,6 +29,7 @@ class Chip:
     ici_bytes_per_second: float  # one link, one direction
     ici_links: int  # links of one chip, two per dimension of the interconnect
     dimensions: int  # dimensions of the interconnect
+    sparse_cores: int  # SparseCores of a device, to which the compiler can leave reduce-scatters
     pod_chips: int  # chips of the largest pod
     devices_per_chip: int
     chips_per_host: int
@@ -41,6 +42,8 @@ class Chip:
 # bidirectional figure for a chip, divided by its links and by two; see also jax-ml.github.io/scaling-book/tpus. fp8:
 # on v5p and v6e the documents state the bfloat16 rate, and the compiler converts; only tpu7x multiplies fp8. int8: see
 # each chip.
+# sparse_cores: cloud.google.com/tpu/docs/system-architecture-tpu-vm; those of v4 are not counted, because libtpu 0.0.42
+# leaves it no reduce-scatters.
 # dcn: the network cards of a host (v5e 2 × 100 Gbit/s, v6e 4 × 200 Gbit/s), or the documents' figure for a chip (50
 # Gbit/s on v5p, 100 on tpu7x) times the chips of a host.
 CHIPS: Mapping[str, Chip] = MappingProxyType({
@@ -56,6 +59,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=45e9,
         ici_links=6,
         dimensions=3,
+        sparse_cores=0,
         pod_chips=4096,
         devices_per_chip=1,
         chips_per_host=4,
@@ -74,6 +78,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=45e9,
         ici_links=4,
         dimensions=2,
+        sparse_cores=0,
         pod_chips=256,
         devices_per_chip=1,
         chips_per_host=8,
@@ -92,6 +97,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=90e9,
         ici_links=6,
         dimensions=3,
+        sparse_cores=4,
         pod_chips=8960,
         devices_per_chip=1,
         chips_per_host=4,
@@ -110,6 +116,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=90e9,
         ici_links=4,
         dimensions=2,
+        sparse_cores=2,
         pod_chips=256,
         devices_per_chip=1,
         chips_per_host=8,
@@ -128,6 +135,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=100e9,
         ici_links=6,
         dimensions=3,
+        sparse_cores=2,
         pod_chips=9216,
         devices_per_chip=2,
         chips_per_host=4,

@@ -22,7 +22,6 @@ import ttpu
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
-from ttpu_jax.compiler_flags import TRAINING_OPTIONS, training_options
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.adapters import AdapterSettings
@@ -123,16 +122,11 @@ def light(checkpoint: Path) -> JaxTrainRunner:
     """A runner that has computed an update."""
     with pytest.MonkeyPatch.context() as patch:
         asked: list[str] = []
-        patch.setattr("ttpu_jax.train.runner.training_options", lambda platform: asked.append(platform))
+        patch.setattr("ttpu_jax.train.compiling.training_options", lambda platform, chip: asked.append(platform))
         one = runner(checkpoint, trainable=("final_norm.*",))
         one.step(batch(0))
         assert asked == ["cpu"]
     return one
-
-
-def test_programs_of_slices_are_those_that_a_dry_run_compiles() -> None:
-    assert training_options("tpu") == dict(TRAINING_OPTIONS)
-    assert training_options("cpu") is None
 
 
 def test_an_update_takes_its_rows_from_the_host(light: JaxTrainRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec,
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import train_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.compiler_flags import TRAINING_OPTIONS
+from ttpu_jax.compiler_flags import training_options
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
@@ -210,29 +210,42 @@ def test_in_bfloat16_devices_train_as_one(mesh: str) -> None:
 
 
 @pytest.mark.tpu_compile
-def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exists() -> None:
-    """The compiled step of eight v5e chips: weights and their gradients cross the links in bfloat16, and loops over
-    layers are given float32 masters alone."""
+@pytest.mark.parametrize(
+    ("slice_name", "chips", "summed_by"), [("v5e:2x4", 8, "collective-permute"), ("v6e:4x4", 16, "reduce-scatter")]
+)
+def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exists(
+    slice_name: str, chips: int, summed_by: str
+) -> None:
+    """The compiled step: weights and their gradients cross the links in bfloat16, and loops over layers are given
+    float32 masters alone. v5e sums gradients in rings, and v6e leaves that to SparseCores."""
     layer = LayerSpec(replace(GQA, num_heads=8, num_kv_heads=4, head_dim=128, rope=replace(GQA.rope, rotary_dim=128)),
-                      MLPSpec(2048), NORM)  # fmt: skip
-    spec = ArchitectureSpec("tiny", EmbeddingSpec(4096, 1024), (layer,) * 6, NORM, HeadSpec(), 1024)
-    topology = tpu_topology("v5e:2x4")
-    placement = Placement(make_mesh(topology, {"fsdp": 8}))
+                      MLPSpec(256 * chips), NORM)  # fmt: skip
+    spec = ArchitectureSpec("tiny", EmbeddingSpec(4096, 128 * chips), (layer,) * 6, NORM, HeadSpec(), 1024)
+    topology = tpu_topology(slice_name)
+    placement = Placement(make_mesh(topology, {"fsdp": chips}))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers), dtype=np.dtype(jnp.bfloat16))
-    step = train_step(spec, runtime, np.dtype(jnp.bfloat16), batch=8, tokens=256, stacked=True)
+    step = train_step(spec, runtime, np.dtype(jnp.bfloat16), batch=chips, tokens=256, stacked=True)
     program = compile_for(
-        topology, step.function, *step.arguments, donate_argnums=step.donated, compiler_options=TRAINING_OPTIONS
+        topology,
+        step.function,
+        *step.arguments,
+        donate_argnums=step.donated,
+        compiler_options=training_options("tpu", topology.chip),
     )
     found = re.findall(
         r"= \(?(\w+)\[([\d,]*)\][^=\n]* (all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\(",
         program.hlo_text,
     )
     sizes = [(kind, op, int(np.prod([int(size) for size in shape.split(",") if size]))) for kind, shape, op in found]
-    assert {kind for kind, op, size in sizes if size >= 1024 * 1024 / 8} == {"bf16"}
-    assert {op for _, op, _ in sizes} >= {"all-gather", "collective-permute"}
+    large = {op for _, op, size in sizes if size >= 1024 * 128}
+    assert {kind for kind, _, size in sizes if size >= 1024 * 128} == {"bf16"}
+    assert "all-gather" in large and large & {"collective-permute", "reduce-scatter"} == {summed_by}
+    in_background = re.search(r"%reduce-scatter\S* = .* call-start\(", program.hlo_text)
+    assert bool(in_background) == (summed_by == "reduce-scatter")
     loops = re.findall(r" = \((.*)\) while\(", program.hlo_text)
-    assert any("f32[6,2048,128]" in loop or "f32[6,128,2048]" in loop for loop in loops)
-    assert not any("bf16[6,2,2048,128]" in loop and "f32[6,2,2048,128]" not in loop for loop in loops)
+    width = 256 * chips
+    assert any(f"f32[6,{width},128]" in loop or f"f32[6,128,{width}]" in loop for loop in loops)
+    assert not any(f"bf16[6,2,{width},128]" in loop and f"f32[6,2,{width},128]" not in loop for loop in loops)
 
 
 @pytest.mark.tpu_compile

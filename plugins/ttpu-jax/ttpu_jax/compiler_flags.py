@@ -5,9 +5,12 @@ transformers finds it, sets flags long after they are read."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from ttpu_core.sharding.hardware import Chip
 
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 WITHOUT_EFFECT = (
@@ -30,10 +33,21 @@ OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
 
 # For fully sharded training: weights are gathered whole in the background, instead of piece by piece around each
 # product. Llama-3.1-8B on v5e:4x4: no 9,633 collective permutes.
-TRAINING_OPTIONS: Mapping[str, CompilerOption] = MappingProxyType({
+_TRAINING: Mapping[str, CompilerOption] = MappingProxyType({
     **OVERLAP_COLLECTIVES,
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
 })
+
+# SparseCores scatter the gradients of a layer while the core computes those of the layer before. Without these options
+# libtpu 0.0.42 makes all-reduces of reduce-scatters over 4x4 chips, and the core waits for them.
+_SPARSE_CORES: Mapping[str, CompilerOption] = MappingProxyType({
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+})
+
+# Chip → KiB of VMEM for a product and what is fused with it, where more than the compiler's own limit makes training
+# faster: gathers that go on within a product leave it less.
+_TRAINING_VMEM_KIB: Mapping[str, int] = MappingProxyType({"v5e": 49_152, "v5p": 32_768, "v6e": 65_536})
 
 
 def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -52,6 +66,25 @@ def compiler_options(platform: str | None) -> dict[str, str | bool] | None:
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
-def training_options(platform: str | None) -> dict[str, Any] | None:  # Any: JAX's annotation omits numbers
-    """Return the compiler options of an update for a platform; None for none."""
-    return dict(TRAINING_OPTIONS) if platform == "tpu" else None
+def training_options(platform: str, chip: Chip | None) -> dict[str, Any] | None:  # Any: JAX's annotation omits numbers
+    """Return the compiler options of an update; None for none. What the environment sets is left as it is there.
+
+    Args:
+        platform: of the devices: cpu, gpu, tpu.
+        chip: what the devices are; None where that is not known.
+    """
+    if platform != "tpu":
+        return None
+    options = dict(_TRAINING)
+    if chip is not None and chip.sparse_cores:
+        options |= _SPARSE_CORES
+    if chip is not None and chip.name in _TRAINING_VMEM_KIB:
+        options["xla_tpu_scoped_vmem_limit_kib"] = _TRAINING_VMEM_KIB[chip.name]
+    given = {flag.removeprefix("--").partition("=")[0] for flag in compiler_flags("tpu")}
+    return {name: value for name, value in options.items() if name not in given}
+
+
+def refused_option(message: str) -> str | None:
+    """The name of the compiler option that a compiler says it does not know, as another release of it may not."""
+    found = re.search(r"No such compile option: '(\w+)'", message)
+    return found.group(1) if found else None

@@ -14,7 +14,7 @@ from ttpu_core.spec import axes
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import run_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.compiler_flags import TRAINING_OPTIONS
+from ttpu_jax.compiler_flags import training_options
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
@@ -85,7 +85,11 @@ def compile_update(
     step = run_step(architecture, runtime, settings, batch=batch, tokens=length, packed=packed)
     step.function.__name__ = f"update of {spec.model_type}"  # how an error names the program
     program = compile_for(
-        topology, step.function, *step.arguments, donate_argnums=step.donated, compiler_options=TRAINING_OPTIONS
+        topology,
+        step.function,
+        *step.arguments,
+        donate_argnums=step.donated,
+        compiler_options=training_options("tpu", topology.chip),
     )
     return CompiledUpdate(
         topology=topology.name,

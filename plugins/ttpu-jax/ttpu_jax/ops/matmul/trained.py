@@ -1,6 +1,7 @@
 """The product of activations with a dense kernel in training. It is rounded to the activations' dtype where it is
 made, as are its gradients. Devices that share the kernel sum its gradient in a ring, block by block: while a device
-multiplies for one block, the sum of the one before is on its way to the next device."""
+multiplies for one block, the sum of the one before is on its way to the next device. Where SparseCores can sum it in the
+background, the compiler is left to have them do so."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
+
+from ttpu_core.sharding.hardware import chip_of_device_kind
 
 Axes = tuple[str, ...]
 LANES = 128
@@ -37,7 +41,7 @@ class GradientRing:
 
 
 def gradient_ring(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...]) -> GradientRing | None:
-    """The ring of a kernel, or None where the compiler is to sum its gradient.
+    """The ring of a kernel, or None where the compiler is to sum its gradient, as on chips with SparseCores.
 
     Args:
         mesh: the devices.
@@ -50,6 +54,9 @@ def gradient_ring(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes,
         return None
     ((place, axis),) = shared
     if place not in (0, len(kernel) - 1) or kernel[place] != (axis,):
+        return None
+    chip = chip_of_device_kind(mesh.devices.flat[0].device_kind)
+    if chip is not None and chip.sparse_cores:
         return None
     return GradientRing(mesh, axis, place, kernel, rows)
 
@@ -97,6 +104,9 @@ def _backward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, kernels = kept
     gradients = tuple(gradient.astype(x.dtype) for gradient in gradients)
+    if ring is None:
+        # Else XLA:TPU turns gradients over for the product with x, and with them all that is kept to compute them.
+        gradients = tuple(with_layout_constraint(one, Layout(tuple(range(one.ndim)))) for one in gradients)
     leading = x.ndim - 1
     outputs = tuple(range(leading, gradients[0].ndim)), tuple(range(kernels[0].ndim - 1))
     wide = x.dtype if len(gradients) == 1 else jnp.float32

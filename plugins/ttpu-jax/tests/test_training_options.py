@@ -1,0 +1,69 @@
+"""Updates are compiled with the options of their chips, as far as the compiler and the environment let them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ttpu_core.sharding.hardware import CHIPS
+from ttpu_jax import compiler_flags
+from ttpu_jax.aot.compile import compile_for
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.compiler_flags import training_options
+from ttpu_jax.train.compiling import compiled_update
+
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
+
+
+def test_other_platforms_have_no_options() -> None:
+    assert training_options("cpu", None) is None
+
+
+def test_an_unknown_tpu_has_those_of_every_tpu() -> None:
+    common = training_options("tpu", None)
+    assert common == training_options("tpu", CHIPS["v4"])
+    for name in ("v5e", "v5p", "v6e", "tpu7x"):
+        assert (training_options("tpu", CHIPS[name]) or {}).items() > (common or {}).items()
+
+
+def test_sparse_cores_are_asked_where_there_are_some() -> None:
+    asked = {name for name, chip in CHIPS.items() if SPARSE_CORES in (training_options("tpu", chip) or {})}
+    assert asked == {"v5p", "v6e", "tpu7x"}
+
+
+def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert VMEM in (training_options("tpu", CHIPS["v6e"]) or {})
+    monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{VMEM}=98304 --{SPARSE_CORES}=false")
+    options = training_options("tpu", CHIPS["v6e"]) or {}
+    assert options and not {VMEM, SPARSE_CORES} & set(options)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("name", CHIPS)
+def test_libtpu_knows_the_options_of_each_chip(name: str) -> None:
+    topology = tpu_topology(CHIPS[name].example)
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=_whole(topology))
+    options = training_options("tpu", topology.chip)
+    assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes
+
+
+def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"xla_of_no_kind": True, "xla_of_no_other_kind": 3}
+    monkeypatch.setattr("ttpu_jax.train.compiling.training_options", lambda platform, chip: options)
+    with pytest.warns(UserWarning, match="xla_of_no") as warned:
+        program = compiled_update(jax.jit(jnp.sin).lower(jnp.zeros(3)), jax.devices()[0])
+    assert len(warned) == 2 and program(jnp.zeros(3)).tolist() == [0, 0, 0]
+
+
+def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"xla_cpu_parallel_codegen_split_count": "many"}
+    monkeypatch.setattr("ttpu_jax.train.compiling.training_options", lambda platform, chip: options)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="many"):
+        compiled_update(jax.jit(jnp.sin).lower(jnp.zeros(3)), jax.devices()[0])
+
+
+def _whole(topology: object) -> NamedSharding:
+    return NamedSharding(make_mesh(topology, {"data": len(topology.devices)}), PartitionSpec())  # type: ignore[attr-defined, arg-type]
