@@ -65,6 +65,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def in_milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds: `4.10 ms`, `1,131 ms`."""
+    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+
+
 def in_bytes(number: float) -> str:
     """A size in binary units: `16.1 GiB`."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):

@@ -29,7 +29,7 @@ class Chip:
     ici_bytes_per_second: float  # one link, one direction
     ici_links: int  # links of one chip, two per dimension of the interconnect
     dimensions: int  # dimensions of the interconnect
-    sparse_cores: int  # SparseCores of a device, to which the compiler can leave reduce-scatters
+    sums_on_sparse_cores: bool  # whether the compiler leaves reduce-scatters to SparseCores, beside the core
     pod_chips: int  # chips of the largest pod
     devices_per_chip: int
     chips_per_host: int
@@ -42,8 +42,8 @@ class Chip:
 # bidirectional figure for a chip, divided by its links and by two; see also jax-ml.github.io/scaling-book/tpus. fp8:
 # on v5p and v6e the documents state the bfloat16 rate, and the compiler converts; only tpu7x multiplies fp8. int8: see
 # each chip.
-# sparse_cores: cloud.google.com/tpu/docs/system-architecture-tpu-vm; those of v4 are not counted, because libtpu 0.0.42
-# leaves it no reduce-scatters.
+# sums_on_sparse_cores: as libtpu 0.0.42 compiles programs. v5e has no SparseCores (cloud.google.com/tpu/docs/
+# system-architecture-tpu-vm); v4 has some.
 # dcn: the network cards of a host (v5e 2 × 100 Gbit/s, v6e 4 × 200 Gbit/s), or the documents' figure for a chip (50
 # Gbit/s on v5p, 100 on tpu7x) times the chips of a host.
 CHIPS: Mapping[str, Chip] = MappingProxyType({
@@ -59,7 +59,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=45e9,
         ici_links=6,
         dimensions=3,
-        sparse_cores=0,
+        sums_on_sparse_cores=False,
         pod_chips=4096,
         devices_per_chip=1,
         chips_per_host=4,
@@ -78,7 +78,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=45e9,
         ici_links=4,
         dimensions=2,
-        sparse_cores=0,
+        sums_on_sparse_cores=False,
         pod_chips=256,
         devices_per_chip=1,
         chips_per_host=8,
@@ -97,7 +97,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=90e9,
         ici_links=6,
         dimensions=3,
-        sparse_cores=4,
+        sums_on_sparse_cores=True,
         pod_chips=8960,
         devices_per_chip=1,
         chips_per_host=4,
@@ -116,7 +116,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=90e9,
         ici_links=4,
         dimensions=2,
-        sparse_cores=2,
+        sums_on_sparse_cores=True,
         pod_chips=256,
         devices_per_chip=1,
         chips_per_host=8,
@@ -135,7 +135,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         ici_bytes_per_second=100e9,
         ici_links=6,
         dimensions=3,
-        sparse_cores=2,
+        sums_on_sparse_cores=True,
         pod_chips=9216,
         devices_per_chip=2,
         chips_per_host=4,

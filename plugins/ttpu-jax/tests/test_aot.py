@@ -476,8 +476,10 @@ class TestCompile:
         v6e = tpu_topology("v6e:2x4")
         x = array(make_mesh(v6e, {"tensor": 8}), (256, 256))
         assert compile_for(v6e, lambda x: x @ x, x, compiler_options=OVERLAP_COLLECTIVES).collectives == ()
-        with pytest.raises(UnsupportedError, match="No such compile option: 'xla_of_no_kind'"):
-            compile_for(v6e, lambda x: x @ x, x, compiler_options={"xla_of_no_kind": True})
+        with pytest.raises(UnsupportedError, match="leave them out or write them as this libtpu has them"):
+            compile_for(v6e, lambda x: x @ x, x, compiler_options={"xla_tpu_scoped_vmem_limit_kib": "many"})
+        with pytest.warns(UserWarning, match="does not know the option xla_of_no_kind"):
+            assert compile_for(v6e, lambda x: x @ x, x, compiler_options={"xla_of_no_kind": True}).peak_bytes
 
     def test_a_program_that_does_not_fit_is_refused_with_both_sizes(self, v5e: TpuTopology, mesh: Mesh) -> None:
         side = 98 * 1024  # whole tiles: what padding adds is not in the sum below

@@ -17,6 +17,7 @@ from ttpu_core.registry import default_registry
 from ttpu_core.sharding import serving
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.training_state import Recomputation, UpdateSettings
 from ttpu_jax.aot import topology as topology_module
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.runner import verify
@@ -102,6 +103,15 @@ def test_each_program_is_compiled_as_the_plan_has_it(
     assert first["mesh"] == dict(plan.mesh)
     assert first["strategy"] == plan.strategy
     assert first.get("step") == plan.programs[0].workload.step
+
+
+@pytest.mark.parametrize("remat", ["full", "mlp"])
+def test_an_update_is_compiled_with_what_it_computes_again(
+    architecture: Architecture, compiler: Compiler, remat: Recomputation
+) -> None:
+    asked = Request("training", batch=4, context=512, update=UpdateSettings(remat=remat))
+    verify.verify_plan(architecture, best_plan(architecture.spec, parse_topology("v5e:2x2"), asked))
+    assert [one["remat"] for one in compiler.asked] == [remat]
 
 
 def test_of_replicas_one_is_compiled_for_devices_as_many_as_it_has(

@@ -13,6 +13,8 @@ from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.ops.matmul.rings import Ring, ring_mlp
 
+pytestmark = pytest.mark.tpu_compile
+
 HIDDEN, INNER, SEQ = 4096, 14336, 2048  # those of Llama-3.1-8B
 
 

@@ -12,7 +12,8 @@ from ttpu_jax import compiler_flags
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import training_options
-from ttpu_jax.train.compiling import compiled_update
+from ttpu_jax.compiling import compiled_with
+from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
@@ -34,11 +35,21 @@ def test_sparse_cores_are_asked_where_there_are_some() -> None:
     assert asked == {"v5p", "v6e", "tpu7x"}
 
 
+@pytest.mark.parametrize("name", CHIPS)
+def test_chips_with_sparse_cores_take_no_rings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained, "chip_of_device_kind", lambda kind: CHIPS[name])
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    ring = trained.gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()))
+    assert ring is not None and ring.by_compiler == (name in ("v5p", "v6e", "tpu7x"))
+
+
 def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert VMEM in (training_options("tpu", CHIPS["v6e"]) or {})
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{VMEM}=98304 --{SPARSE_CORES}=false")
     options = training_options("tpu", CHIPS["v6e"]) or {}
     assert options and not {VMEM, SPARSE_CORES} & set(options)
+    monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", "--xla_tpu_enable_async_collective_fusion=false")
+    assert "xla_tpu_enable_async_collective_fusion" not in (training_options("tpu", None) or {})
 
 
 @pytest.mark.tpu_compile
@@ -50,19 +61,16 @@ def test_libtpu_knows_the_options_of_each_chip(name: str) -> None:
     assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes
 
 
-def test_an_option_that_the_compiler_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_the_compiler_does_not_know_is_left_out() -> None:
     options = {"xla_of_no_kind": True, "xla_of_no_other_kind": 3}
-    monkeypatch.setattr("ttpu_jax.train.compiling.training_options", lambda platform, chip: options)
-    with pytest.warns(UserWarning, match="xla_of_no") as warned:
-        program = compiled_update(jax.jit(jnp.sin).lower(jnp.zeros(3)), jax.devices()[0])
+    with pytest.warns(UserWarning, match="does not know the option xla_of_no") as warned:
+        program = compiled_with(jax.jit(jnp.sin).lower(jnp.zeros(3)), options)
     assert len(warned) == 2 and program(jnp.zeros(3)).tolist() == [0, 0, 0]
 
 
-def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"xla_cpu_parallel_codegen_split_count": "many"}
-    monkeypatch.setattr("ttpu_jax.train.compiling.training_options", lambda platform, chip: options)
+def test_other_errors_of_the_compiler_are_not_hidden() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="many"):
-        compiled_update(jax.jit(jnp.sin).lower(jnp.zeros(3)), jax.devices()[0])
+        compiled_with(jax.jit(jnp.sin).lower(jnp.zeros(3)), {"xla_cpu_parallel_codegen_split_count": "many"})
 
 
 def _whole(topology: object) -> NamedSharding:

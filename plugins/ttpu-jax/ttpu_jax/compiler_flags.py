@@ -47,7 +47,7 @@ _SPARSE_CORES: Mapping[str, CompilerOption] = MappingProxyType({
 
 # Chip → KiB of VMEM for a product and what is fused with it, where more than the compiler's own limit makes training
 # faster: gathers that go on within a product leave it less.
-_TRAINING_VMEM_KIB: Mapping[str, int] = MappingProxyType({"v5e": 49_152, "v5p": 32_768, "v6e": 65_536})
+_TRAINING_VMEM_KIB: Mapping[str, int] = MappingProxyType({"v5e": 49_152, "v5p": 32_768, "v6e": 65_536, "tpu7x": 49_152})
 
 
 def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -67,16 +67,17 @@ def compiler_options(platform: str | None) -> dict[str, str | bool] | None:
 
 
 def training_options(platform: str, chip: Chip | None) -> dict[str, Any] | None:  # Any: JAX's annotation omits numbers
-    """Return the compiler options of an update; None for none. What the environment sets is left as it is there.
+    """Return the compiler options of an update; None for none. Those that XLA_FLAGS or LIBTPU_INIT_ARGS set are left
+    out.
 
     Args:
         platform: of the devices: cpu, gpu, tpu.
-        chip: what the devices are; None where that is not known.
+        chip: of the devices; None if it is not known.
     """
     if platform != "tpu":
         return None
     options = dict(_TRAINING)
-    if chip is not None and chip.sparse_cores:
+    if chip is not None and chip.sums_on_sparse_cores:
         options |= _SPARSE_CORES
     if chip is not None and chip.name in _TRAINING_VMEM_KIB:
         options["xla_tpu_scoped_vmem_limit_kib"] = _TRAINING_VMEM_KIB[chip.name]

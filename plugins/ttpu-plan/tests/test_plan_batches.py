@@ -9,11 +9,14 @@ import pytest
 from test_plan_memory import LLAMA, published
 from typer.testing import CliRunner
 
-from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.hardware import GIB, parse_topology
 from ttpu_core.sharding.training_state import UpdateSettings
+from ttpu_core.sharding.verification import Verification
 from ttpu_core.spec.training_flops import training_flops
-from ttpu_plan.batches import best_batch
+from ttpu_plan.batches import best_batches
+from ttpu_plan.plan import Plan
 from ttpu_plan.planner import Request, plan_of_mesh, plans
+from ttpu_plan.proposal import in_words, proposals
 
 TRAINING = Request("training")
 
@@ -23,8 +26,9 @@ TRAINING = Request("training")
 )
 def test_the_batch_is_the_largest_that_fits_with_the_best_policy(topology: str, rows_each: int, remat: str) -> None:
     spec, slices = published(LLAMA), parse_topology(topology)
-    found = best_batch(spec, slices, TRAINING)
-    assert found is not None and found.plan.fits
+    found, *others = best_batches(spec, slices, TRAINING)
+    assert found.plan.fits and len({one.remat for one in (found, *others)}) == 1 + len(others)
+    assert all(found.plan.tokens_per_second >= one.plan.tokens_per_second for one in others)
     assert (found.rows_each, found.remat, str(found.plan.parallelism)) == (
         rows_each, remat, f"fsdp={slices.num_devices}",
     )  # fmt: skip
@@ -40,16 +44,47 @@ def test_the_batch_is_the_largest_that_fits_with_the_best_policy(topology: str, 
 def test_parts_and_a_given_policy_are_kept() -> None:
     spec, slices = published(LLAMA), parse_topology("v5e:4x4")
     request = replace(TRAINING, update=UpdateSettings("lion", gradient_accumulation_steps=4))
-    found = best_batch(spec, slices, request, ("attention",))
-    assert found is not None
+    (found,) = best_batches(spec, slices, request, ("attention",))
     assert found.plan.programs[0].workload.settings == UpdateSettings(
         "lion", gradient_accumulation_steps=4, remat="attention"
     )
     assert found.rows == 4 * 16 * found.rows_each
 
 
+def test_what_is_compiled_fastest_is_proposed_and_what_is_refused_is_not() -> None:
+    spec, asked = published(LLAMA), []
+    compiled_ms = {"mlp": 1000.0, "dots": None, "attention": 2500.0, "gate": 1.0}
+
+    def verify(plan: Plan) -> tuple[Verification, ...]:
+        remat = plan.programs[0].workload.settings.remat
+        asked.append(remat)
+        took = compiled_ms[remat]
+        if took is None:
+            return (Verification("train", None, 0.0, (), 1.0, "libtpu", refused="too large"),)
+        return (Verification("train", GIB, took / 1e3, (), 1.0, "libtpu"),)
+
+    found, other, refused = proposals(spec, "v5e:4x4", TRAINING, None, 3, verify)
+    assert asked == ["mlp", "dots", "attention"] == [other.batch.remat, refused.batch.remat, found.batch.remat]
+    assert (found.batch.rows, found.seconds, other.seconds) == (48, 2.5, 1.0)
+    flops = found.batch.rows * 2048 * training_flops(spec, 2048)
+    assert found.mfu(spec) == pytest.approx(flops / 2.5 / 16 / 197e12)
+    assert found.words(spec).endswith(f"Compiled: 1.0 GiB, 2,500 ms, MFU {found.mfu(spec):.0%}.")
+    assert in_words([found, other, refused], spec) == found.words(spec)
+    assert found.as_json(spec)["compiled"] == {"peak_bytes": GIB, "seconds": 2.5, "mfu": found.mfu(spec)}
+    assert refused.as_json(spec)["compiled"] == {"refused": "too large"}
+    assert "refuses the best predictions (16 rows with dots). Take more" in in_words([refused], spec)
+    predicted = proposals(spec, "v5e:4x4", TRAINING, "auto", 3, None)
+    assert predicted[0].batch.remat == "mlp" and "compiled" not in predicted[0].as_json(spec)
+
+
+def test_words_that_keep_the_same_of_a_mixture_are_one_batch() -> None:
+    found = best_batches(published("ttpu_mistral/configs/mixtral-8x7b.json"), parse_topology("v5p:4x4x4"), TRAINING)
+    remats = [one.remat for one in found]
+    assert "attention" in remats and not {"gate", "mlp"} & set(remats)
+
+
 def test_where_not_one_row_fits_nothing_is_proposed() -> None:
-    assert best_batch(published(LLAMA), parse_topology("v5e:2x2"), TRAINING) is None
+    assert best_batches(published(LLAMA), parse_topology("v5e:2x2"), TRAINING) == []
 
 
 def test_the_command_prints_it() -> None:

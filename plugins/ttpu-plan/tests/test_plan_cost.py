@@ -118,6 +118,19 @@ def test_fully_sharded_weights_are_gathered_twice_and_their_gradients_scattered_
     assert bytes_alone < estimate.ici < bytes_alone + hops
 
 
+def test_the_core_sums_gradients_that_go_around_a_ring_where_no_sparse_cores_do() -> None:
+    spec, topology = published(LLAMA), parse_topology("v5e:4x4")
+    other = replace(topology, chip=replace(topology.chip, sums_on_sparse_cores=True))
+    by_core, apart = (estimate_time(spec, {"fsdp": 16}, each, TRAIN) for each in (topology, other))
+    kernels = sum(
+        one.size for path, one in spec.parameters.items() if path.startswith("layers.") and path.endswith(".kernel")
+    )
+    moved = 3 * 2 * kernels / (topology.chip.hbm_bytes_per_second * HBM_SHARE)
+    assert by_core.hbm - apart.hbm == pytest.approx(moved, rel=1e-3)
+    assert by_core.seconds - apart.seconds == pytest.approx(moved, rel=1e-3)
+    assert by_core.compute == apart.compute
+
+
 def test_a_mixture_multiplies_the_chosen_experts_and_reads_those_that_are_reached() -> None:
     spec, topology = published("ttpu_mistral/configs/mixtral-8x7b.json"), parse_topology("v5p:2x2x1")
     chip = topology.chip

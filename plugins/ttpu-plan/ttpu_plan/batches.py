@@ -46,11 +46,11 @@ class Batch:
         return flops / topology.num_devices / topology.chip.bf16_flops
 
 
-def best_batch(
+def best_batches(
     spec: ArchitectureSpec, topology: Topology, request: Request, remats: tuple[Recomputation, ...] = REMATS
-) -> Batch | None:
-    """Return the batch with the most predicted tokens a second, of each mesh and recomputation with the most rows that
-    fit; None where not one row a device fits.
+) -> list[Batch]:
+    """Return a batch for each recomputation, those with the most predicted tokens a second first: of each mesh the most
+    rows that fit, and of these the best. Empty where not one row a device fits.
 
     Args:
         spec: the model.
@@ -58,13 +58,17 @@ def best_batch(
         request: to train; its batch is not read.
         remats: what the backward pass may compute again.
     """
-    found = (
-        _most_rows(spec, topology, mesh, request, remat)
-        for mesh in meshes(spec, topology, request)
-        for remat in remats
-    )
-    fitting = [batch for batch in found if batch is not None]
-    return max(fitting, key=lambda one: (one.plan.tokens_per_second, -one.plan.memory.total), default=None)
+
+    def rank(one: Batch) -> tuple[float, int]:
+        return one.plan.tokens_per_second, -one.plan.memory.total
+
+    every = list(meshes(spec, topology, request))
+    found = ([_most_rows(spec, topology, mesh, request, remat) for mesh in every] for remat in remats)
+    fitting = [[batch for batch in of_remat if batch is not None] for of_remat in found]
+    best = [max(of_remat, key=rank) for of_remat in fitting if of_remat]
+    # Where none of a model's layers has what a word keeps, it is the same update as the word before.
+    different = {(one.plan.mesh, one.rows, *rank(one)): one for one in reversed(best)}
+    return sorted(different.values(), key=rank, reverse=True)
 
 
 def _most_rows(

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli import options
-from ttpu_core.cli.console import counted, in_bytes, note, print_json, stderr_console, stdout_console
+from ttpu_core.cli.console import counted, in_bytes, in_milliseconds, note, print_json, stderr_console, stdout_console
+from ttpu_core.sharding.hardware import GIB
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ttpu_core.architecture import Architecture
     from ttpu_core.sharding.verification import Verification
-    from ttpu_plan.batches import Batch
     from ttpu_plan.plan import Plan
     from ttpu_plan.planner import NoFit, Request
+    from ttpu_plan.proposal import Proposal
 
-GIB = 2**30
 Verified = dict["Plan", "tuple[Verification, ...]"]
 
 NOTHING_FITS = 1
@@ -117,8 +117,9 @@ def plan(
         typer.Option(
             min=1,
             metavar="N",
-            help="How many plans for a topology --verify compiles, of which the fastest comes first. Each takes 30 to "
-            "40 s for an 8B model on two cores, the first time.",
+            help="How many plans for a topology --verify compiles, of which the fastest comes first, and to train "
+            "without --batch how many of the best batches. Each takes 30 to 40 s for an 8B model on two cores, and 1 "
+            "to 3 minutes to train, the first time.",
         ),
     ] = 3,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the first plan.")] = None,
@@ -155,6 +156,7 @@ def plan(
     from ttpu_plan.picture import ENDINGS, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
+    from ttpu_plan.proposal import in_words, proposals
 
     if picture is not None:
         check_picture(picture, ENDINGS)
@@ -174,9 +176,10 @@ def plan(
     request = Request(
         task.value, batch, context, quantization=quantization, kv_cache=kept, update=update, new_tokens=new_tokens
     )
-    if verify and given:
+    others = [name for name in given if name != "remat"]
+    if verify and others:
         raise RequestError(
-            f"--verify was given with --{', --'.join(given).replace('_', '-')}, but it compiles a step of AdamW on "
+            f"--verify was given with --{', --'.join(others).replace('_', '-')}, but it compiles a step of AdamW on "
             "whole batches, whose mesh decides the stage of ZeRO: compile the update of a run with `ttpu train "
             "run.yaml --dry-run --topology NAME`, or leave one of them out."
         )
@@ -197,18 +200,21 @@ def plan(
     if verify:
         fitting = [one for one in shown if one in verified and not _refused(one, verified)]
     reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
-    proposed = None
+    if not as_json:
+        _print(checkpoint, architecture, request, shown, without, verified)
+    proposed: list[Proposal] = []
     if task is PurposeChoice.training and batch is None and topology is not None and fitting:
-        proposed = _best_batch(architecture, topology, request, remat)
+        compiled = (lambda one: _verified(architecture, [one])[one]) if verify else None
+        proposed = proposals(architecture.spec, topology, request, remat, candidates, compiled)
     if as_json:
         content = _as_json(checkpoint, architecture, topology, request, shown, without, verified)
-        if proposed is not None:
-            content["best_batch"] = _batch_json(proposed, architecture)
+        if proposed:
+            content["best_batch"] = proposed[0].as_json(architecture.spec) if proposed[0].fits else None
+        if proposed and verify:
+            content["compiled_batches"] = [one.as_json(architecture.spec) for one in proposed]
         print_json({**content, "nothing_fits": _nothing_fits(reason, nothing)})
-    else:
-        _print(checkpoint, architecture, request, shown, without, verified)
-        if proposed is not None:
-            stdout_console().print(_batch_words(proposed, architecture))
+    elif proposed:
+        stdout_console().print(in_words(proposed, architecture.spec))
     if picture is not None and shown:
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
@@ -348,41 +354,6 @@ def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str
             parallelism=plan.replica,
             rows=tuple(dict.fromkeys(one.tokens * (1 if one.step else one.batch) for one in workloads)),
         )
-    )
-
-
-def _best_batch(architecture: Architecture, topology: str, request: Request, remat: str | None) -> Batch | None:
-    """The rows that some slices are predicted to train fastest with; where `remat` is given, with that."""
-    from typing import cast
-
-    from ttpu_core.sharding.hardware import parse_topology
-    from ttpu_core.sharding.training_state import REMATS, Recomputation
-    from ttpu_plan.batches import best_batch
-
-    remats = REMATS if remat in (None, "auto") else (cast("Recomputation", remat),)
-    with stderr_console().status(f"looking for the best batch for {topology}"):
-        return best_batch(architecture.spec, parse_topology(topology), request, remats)
-
-
-def _batch_json(batch: Batch, architecture: Architecture) -> dict[str, Any]:
-    return {
-        "rows": batch.rows,
-        "rows_each": batch.rows_each,
-        "remat": batch.remat,
-        "mesh": dict(batch.plan.mesh),
-        "memory_bytes": batch.plan.memory.total,
-        "seconds": batch.plan.seconds,
-        "mfu": batch.mfu(architecture.spec),
-    }
-
-
-def _batch_words(batch: Batch, architecture: Architecture) -> str:
-    plan = batch.plan
-    return (
-        f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} "
-        f"--remat {batch.remat}), {batch.rows_each} on each device that rows are divided over; "
-        f"{plan.memory.total / GIB:.1f} of {plan.hbm_bytes / GIB:.1f} GiB, {_milliseconds(plan.seconds)} a step, "
-        f"MFU {batch.mfu(architecture.spec):.0%} at most."
     )
 
 
@@ -545,7 +516,7 @@ def _cells(one: Plan) -> dict[str, str]:
     }
     for task, label in (("decode", "decode step"), ("mixed", "mixed step"), ("prefill", "prefill"), ("train", "step")):
         if task in programs:
-            cells[label] = _milliseconds(programs[task].time.seconds)
+            cells[label] = in_milliseconds(programs[task].time.seconds)
     cells["tokens/s"] = f"{one.tokens_per_second:,.0f}"
     cells["bound by"] = one.programs[0].time.bound
     return cells
@@ -570,7 +541,8 @@ def _compiled_table(verified: Verified) -> Table:
             if one.peak_bytes is not None:
                 error = program.memory.of_program / one.peak_bytes - 1
                 sizes = f"{program.memory.of_program / GIB:.2f}", f"{one.peak_bytes / GIB:.2f}", f"{error:+.1%}"
-                found = (*sizes, _milliseconds(program.time.seconds), _milliseconds(one.seconds), _compiled_words(one))
+                times = in_milliseconds(program.time.seconds), in_milliseconds(one.seconds)
+                found = (*sizes, *times, _compiled_words(one))
             table.add_row(its.topology, its.layout, one.task, *found)
     return table
 
@@ -578,9 +550,5 @@ def _compiled_table(verified: Verified) -> Table:
 def _compiled_words(one: Verification) -> str:
     exchanged = ", ".join(f"{counted(count, op)} ({in_bytes(size)})" for op, count, size in one.collectives)
     when = "compiled before" if one.cached else f"compiled in {one.compile_seconds:.0f} s"
-    kernels = f"; kernels take at least {_milliseconds(one.kernel_seconds)} more" if one.kernel_seconds else ""
+    kernels = f"; kernels take at least {in_milliseconds(one.kernel_seconds)} more" if one.kernel_seconds else ""
     return f"{exchanged or 'nothing'}{kernels}; {when} by {one.compiler}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"

@@ -37,7 +37,7 @@ from ttpu_plan.memory import layer_cache_shapes, weight_bytes
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
-from ttpu_plan.tokens import busiest_share, expert_tokens, gathered_along, local_tokens
+from ttpu_plan.tokens import axes_of_rows, busiest_share, expert_tokens, gathered_along, local_tokens, summed_in_ring
 from ttpu_plan.workload import Workload
 
 MXU_SHARE = 0.8
@@ -77,7 +77,7 @@ def estimate_time(
         parts += [(1, program.update())]
     return TimeEstimate(
         compute=sum(count * part.compute for count, part in parts),
-        hbm=sum(count * part.hbm for count, part in parts),
+        hbm=sum(count * (part.hbm + part.gradient_sums) for count, part in parts),
         ici=sum(count * (part.sums + part.background) for count, part in parts),
         dcn=sum(count * (part.sums_dcn + part.background_dcn) for count, part in parts),
         seconds=sum(count * part.seconds for count, part in parts),
@@ -90,6 +90,7 @@ class _Part:
 
     compute: float = 0.0
     hbm: float = 0.0
+    gradient_sums: float = 0.0  # of the core, which adds up gradients that go around a ring, in HBM
     sums: float = 0.0  # on the interconnect; between slices
     sums_dcn: float = 0.0
     background: float = 0.0  # the same
@@ -97,7 +98,8 @@ class _Part:
 
     @property
     def seconds(self) -> float:
-        return max(self.compute, self.hbm, self.background, self.background_dcn) + self.sums + self.sums_dcn
+        on_core = max(self.compute, self.hbm) + self.gradient_sums
+        return max(on_core, self.background, self.background_dcn) + self.sums + self.sums_dcn
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class _Program:
                 traffic += times * rows * tokens * (one.gathered[-1] + prod(one.gathered[:-1])) * item
             traffic += times * read
             self._gather(part, one, bits)
+            part.gradient_sums += self._gradient_sums(one, bits)
         self._exchange_for_experts(part, kind)
         for one in kind.used:
             if one.is_matrix and not one.of_experts and one.gathered[-1] < one.parameter.shape[-1]:
@@ -225,6 +228,16 @@ class _Program:
         if self.trains:
             others = tuple(a for a in self.model.mesh if a in self._token_axes() - sharding)
             self._in_background(part, "all-reduce", stored, others)
+
+    def _gradient_sums(self, one: ParameterShard, bits: int) -> float:
+        """Seconds in which the core adds what arrives of a kernel's gradient to what it has: it reads two sums and
+        writes one."""
+        chip = self.topology.chip
+        if not self.trains or not one.is_matrix or one.of_experts:
+            return 0.0
+        if not summed_in_ring(one, axes_of_rows(self.model, self.workload), chip):
+            return 0.0
+        return 3 * tiled_bytes(one.gathered, bits) / (chip.hbm_bytes_per_second * HBM_SHARE)
 
     def _exchange_for_experts(self, part: _Part, kind: LayerShards) -> None:
         """Each device adds what its experts, and its part of each, give to all of their tokens, in float32. Tokens that

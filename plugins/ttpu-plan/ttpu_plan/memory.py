@@ -21,7 +21,7 @@ from ttpu_plan.estimate import MemoryEstimate
 from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, Shape, shard_model, tiled_bytes
-from ttpu_plan.tokens import axes_of_rows, local_tokens
+from ttpu_plan.tokens import axes_of_rows, local_tokens, summed_in_ring
 from ttpu_plan.workload import Workload
 from ttpu_plan.zero import stage_of, state_strategy, weight_strategy
 
@@ -72,7 +72,7 @@ def estimate_memory(
         stage = stage_of(mesh, strategy, workload.settings.zero_stage)
         weights = shard_model(spec, mesh, weight_strategy(mesh, strategy, stage))
         state = shard_model(spec, mesh, state_strategy(spec, mesh, strategy, stage))
-        return _training(weights, state, state if stage >= 2 else weights, workload, rounds_all=stage in (1, 2))
+        return _training(weights, state, state if stage >= 2 else weights, workload, chip, rounds_all=stage in (1, 2))
     return _inference(shard_model(spec, mesh, strategy), workload, chip)
 
 
@@ -186,7 +186,13 @@ def _relaid(model: ModelShards, workload: Workload, chip: Chip | None) -> int:
 
 
 def _training(
-    model: ModelShards, state: ModelShards, given: ModelShards, workload: Workload, *, rounds_all: bool
+    model: ModelShards,
+    state: ModelShards,
+    given: ModelShards,
+    workload: Workload,
+    chip: Chip | None,
+    *,
+    rounds_all: bool,
 ) -> MemoryEstimate:
     """Master weights and moments, in place, and the largest of some moments of the step. Stages of ZeRO divide what is
     held between steps (`state`) and the gradients (`given`) otherwise than the weights (`model`).
@@ -209,6 +215,7 @@ def _training(
         state: the master weights.
         given: the gradients.
         workload: the step.
+        chip: of the devices.
         rounds_all: the weights of all layers are rounded at once, as in stages 1 and 2, instead of each where it is
             used.
     """
@@ -234,7 +241,7 @@ def _training(
     gradients = sum(count * weight_bytes(parameters, workload, bits) for count, parameters in _inner(given))
     stored_head, head_gradient = (weight_bytes([one.head], workload, bits) for one in (model, given))
 
-    kept, turn = _kept(model, workload), _largest_backward(model, workload)
+    kept, turn = _kept(model, workload), _largest_backward(model, workload, chip)
     of_head = {axis for each in head.mesh_axes for axis in each}
     of_rows = axes_of_rows(model, workload)
     together = rows * min(tokens, STATE.loss_tokens) * prod(model.mesh[axis] for axis in of_head & of_rows)
@@ -299,13 +306,6 @@ def _fills_lanes(one: ParameterShard) -> bool:
     return one.local[-1] % LANES == 0
 
 
-def _in_ring(one: ParameterShard, of_rows: set[str]) -> bool:
-    """Whether devices sum a kernel's gradient in a ring, so that it is whole on none of them: those along one axis that
-    divides rows, if it alone shards one dimension of the kernel."""
-    shared = [by for by in one.mesh_axes if of_rows.intersection(by)]
-    return len(shared) == len(shared[0]) == 1 if shared else False
-
-
 @dataclass(frozen=True, slots=True)
 class _Backward:
     """Bytes in the backward pass of one turn of a loop over layers, or of one layer where they are unrolled."""
@@ -327,7 +327,7 @@ def _kept(model: ModelShards, workload: Workload) -> int:
     return sum(kind.count * (stream + kept_beside_input(model, kind, workload)) for kind in model.layers)
 
 
-def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
+def _largest_backward(model: ModelShards, workload: Workload, chip: Chip | None) -> _Backward:
     bits, of_rows = BITS[workload.dtype], axes_of_rows(model, workload)
     found = [_Backward()]
     for layers in _turns(model, workload):
@@ -338,7 +338,7 @@ def _largest_backward(model: ModelShards, workload: Workload) -> _Backward:
             others = [one for one in kind.used if not one.of_experts]
             if place >= len(layers) - GATHERED_LAYERS:
                 gathered += weight_bytes(others, workload, bits, gathered=True) + sum(of_experts)
-            scattered = [one for one in others if one.local != one.gathered and not _in_ring(one, of_rows)]
+            scattered = [one for one in others if one.local != one.gathered and not summed_in_ring(one, of_rows, chip)]
             gradient = max(gradient, *of_experts, *(tiled_bytes(one.gathered, bits) for one in scattered), 0)
             if workload.settings.remat != "none":
                 saved += needed(model, kind, workload) - kept_beside_input(model, kind, workload)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log, prod, sqrt
 
+from ttpu_core.sharding.hardware import Chip
 from ttpu_core.spec import MoESpec, axes
 from ttpu_plan.shards import ModelShards, ParameterShard
 from ttpu_plan.workload import Workload
@@ -61,3 +62,18 @@ def busiest_share(mlp: MoESpec, tokens: int, devices: int) -> float:
     """
     mean = tokens * mlp.experts_per_token / devices
     return min(float(devices), 1 + sqrt(2 * log(devices) / mean))
+
+
+def summed_in_ring(one: ParameterShard, of_rows: set[str], chip: Chip | None) -> bool:
+    """Whether devices sum a kernel's gradient in a ring, so that it is whole on none of them: those along one axis that
+    divides rows, if it alone shards one dimension of the kernel.
+
+    Args:
+        one: the kernel.
+        of_rows: the mesh axes that divide rows.
+        chip: of the devices; on those with SparseCores the compiler sums a gradient that is whole.
+    """
+    if chip is not None and chip.sums_on_sparse_cores:
+        return False
+    shared = [by for by in one.mesh_axes if of_rows.intersection(by)]
+    return len(shared) == len(shared[0]) == 1 if shared else False

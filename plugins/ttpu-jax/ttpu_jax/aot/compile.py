@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_jax.compiler_flags import CompilerOption
+from ttpu_jax.compiling import compiled_with
 
 from .hlo import Collective, collectives
 from .schedule import ScheduleEstimate, estimate
@@ -59,11 +60,11 @@ def compile_for(
         function: see `lower_for`.
         abstract_args: see `lower_for`.
         donate_argnums: see `lower_for`.
-        compiler_options: XLA options by name.
+        compiler_options: XLA options by name. One that libtpu does not know is left out with a warning.
 
     Raises:
         UnsupportedError: the program needs more memory than a device has, an argument is not sharded over the
-            topology, or libtpu does not know a compiler option.
+            topology, or libtpu refuses the value of a compiler option.
     """
     lowered = lower_for(topology, function, *abstract_args, donate_argnums=donate_argnums)
     return compile_lowered(topology, lowered, _name(function), compiler_options)
@@ -105,13 +106,13 @@ def compile_lowered(
     """Compile the result of `lower_for`. `name` names the program in error messages.
 
     Raises:
-        UnsupportedError: the program needs more memory than a device has, or libtpu does not know a compiler option.
+        UnsupportedError: the program needs more memory than a device has, or libtpu refuses the value of a compiler
+            option.
     """
-    options: Any = dict(compiler_options) if compiler_options else None  # Any: JAX's annotation omits numbers
     start = time.perf_counter()
     try:
         with without_persistent_cache():
-            executable: Any = lowered.compile(compiler_options=options)  # Any: TPU programs have all analyses
+            executable: Any = compiled_with(lowered, compiler_options)  # Any: TPU programs have all analyses
     except jax.errors.JaxRuntimeError as error:
         raise explained(error, topology, name) from error
     compile_seconds = time.perf_counter() - start
@@ -208,7 +209,7 @@ def explained(error: Exception, topology: TpuTopology, name: str) -> Exception:
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:
         return UnsupportedError(_exhausted(error, topology, name))
-    if "No such compile option" in message or "into flag" in message:
+    if "into flag" in message:
         return UnsupportedError(
             f"compiling {name} for {topology.name!r} was asked for with options that libtpu refuses, saying "
             f"{first_line(error)!r}: leave them out or write them as this libtpu has them."

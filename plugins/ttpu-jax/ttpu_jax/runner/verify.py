@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
@@ -29,6 +29,7 @@ from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.runner.planned_step import compile_planned_step
 
 if TYPE_CHECKING:
+    from ttpu_core.sharding.training_state import Recomputation
     from ttpu_plan.plan import Plan, ProgramEstimate
     from ttpu_plan.workload import Workload
 
@@ -118,6 +119,7 @@ def _of_step(architecture: Architecture, plan: Plan, workload: Workload) -> Veri
 
 def _of_report(architecture: Architecture, plan: Plan, workload: Workload) -> Verification:
     assert workload.task != "mixed"
+    remat = workload.settings.remat
     report = compile_report(
         architecture,
         plan.topology,
@@ -129,6 +131,7 @@ def _of_report(architecture: Architecture, plan: Plan, workload: Workload) -> Ve
         slices=dict(plan.dcn),
         strategy=plan.strategy,
         layers=workload.layers,
+        remat=cast("Recomputation", "full" if remat == "auto" else remat),
     )
     return Verification(
         task=report.task,

@@ -20,6 +20,8 @@ from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW, Recomputation
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_jax.compiler_flags import training_options
+from ttpu_jax.compiling import compiled_with
 from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import Deferred, on_host
@@ -27,7 +29,6 @@ from ttpu_jax.params.quantized import shardings_of
 from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
 from ttpu_jax.train.adapters import AdaptedModel, Adapters, find_adapters
 from ttpu_jax.train.checks import check_settings, warn_of_dropout
-from ttpu_jax.train.compiling import compiled_update
 from ttpu_jax.train.figures import Evaluated, Pending, Updated, evaluated, of_evaluation, of_update, updated
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
@@ -512,4 +513,5 @@ class JaxTrainRunner:
         held = self._shardings, self._state_shardings, self._whole
         jitted = jax.jit(update, donate_argnums=(0, 1), in_shardings=given, out_shardings=held)
         lowered = jitted.lower(self.params, self.optimizer_state, batch, number)
-        return compiled_update(lowered, placement.devices[0])
+        chip = chip_of_device_kind(placement.devices[0].device_kind)
+        return compiled_with(lowered, training_options(placement.platform, chip))

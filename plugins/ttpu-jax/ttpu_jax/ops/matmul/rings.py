@@ -209,7 +209,7 @@ def _round(
     first, second = x[:, :half], x[:, half:]
     rows, own = _both_ways((first, second), ring), up(first)
     rows, own = jax.lax.optimization_barrier((rows, own))  # else all of own rows would be multiplied at the end
-    following = _both_ways(rows, ring)
+    following = _both_ways(rows, ring) if ring.size > 2 else rows
     sums: Halves | None = None
     for turn in range(1, ring.size):
         raised, rows = up(jnp.concatenate(rows, axis=1)), following

@@ -1,7 +1,7 @@
 """The product of activations with a dense kernel in training. It is rounded to the activations' dtype where it is
 made, as are its gradients. Devices that share the kernel sum its gradient in a ring, block by block: while a device
-multiplies for one block, the sum of the one before is on its way to the next device. Where SparseCores can sum it in the
-background, the compiler is left to have them do so."""
+multiplies for one block, the sum of the one before is on its way to the next device. On chips with SparseCores the
+compiler has these sum it in the background."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class GradientRing:
         dimension: of the kernel: 0 or the last.
         kernel: for each dimension of the kernel, the mesh axes that shard it.
         rows: for each dimension of the activations but the last, the mesh axes that shard it.
+        by_compiler: whether the compiler sums the gradient, which it leaves to SparseCores.
     """
 
     mesh: Mesh
@@ -38,10 +39,11 @@ class GradientRing:
     dimension: int
     kernel: tuple[Axes, ...]
     rows: tuple[Axes, ...]
+    by_compiler: bool = False
 
 
 def gradient_ring(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...]) -> GradientRing | None:
-    """The ring of a kernel, or None where the compiler is to sum its gradient, as on chips with SparseCores.
+    """The devices that sum the gradient of a kernel, or None where they form no ring.
 
     Args:
         mesh: the devices.
@@ -56,9 +58,7 @@ def gradient_ring(mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes,
     if place not in (0, len(kernel) - 1) or kernel[place] != (axis,):
         return None
     chip = chip_of_device_kind(mesh.devices.flat[0].device_kind)
-    if chip is not None and chip.sparse_cores:
-        return None
-    return GradientRing(mesh, axis, place, kernel, rows)
+    return GradientRing(mesh, axis, place, kernel, rows, by_compiler=chip is not None and chip.sums_on_sparse_cores)
 
 
 def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: GradientRing | None) -> jax.Array:
@@ -104,8 +104,8 @@ def _backward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     x, kernels = kept
     gradients = tuple(gradient.astype(x.dtype) for gradient in gradients)
-    if ring is None:
-        # Else XLA:TPU turns gradients over for the product with x, and with them all that is kept to compute them.
+    if ring is not None and ring.by_compiler:
+        # Else XLA:TPU transposes gradients for the product with x, and with them all that is kept to compute them.
         gradients = tuple(with_layout_constraint(one, Layout(tuple(range(one.ndim)))) for one in gradients)
     leading = x.ndim - 1
     outputs = tuple(range(leading, gradients[0].ndim)), tuple(range(kernels[0].ndim - 1))
@@ -115,7 +115,7 @@ def _backward(
         for gradient, one in zip(gradients, kernels, strict=True)
     ]
     of_x = sum(each[1:], each[0]).astype(x.dtype)
-    if ring is not None:
+    if ring is not None and not ring.by_compiler:
         return of_x, tuple(one.astype(kernels[0].dtype) for one in _summed_in_ring(gradients, x, ring))
     rows = tuple(range(leading)), tuple(range(leading))
     return of_x, tuple(

@@ -1,0 +1,35 @@
+"""Compiles programs with those of our compiler options that the installed compiler knows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ttpu_jax.compiler_flags import CompilerOption, refused_option
+
+
+def compiled_with(lowered: jax.stages.Lowered, options: Mapping[str, CompilerOption] | None) -> jax.stages.Compiled:
+    """The program of a lowered function. An option that the compiler does not know, as another release of libtpu may
+    not, is left out with a warning.
+
+    Args:
+        lowered: what is compiled.
+        options: XLA options by name; None for none.
+    """
+    known: Any = dict(options) if options else None  # Any: JAX's annotation omits numbers
+    while True:
+        try:
+            return lowered.compile(compiler_options=known)
+        except jax.errors.JaxRuntimeError as error:
+            refused = refused_option(str(error))
+            if not known or refused not in known:
+                raise
+            warnings.warn(
+                f"the installed compiler does not know the option {refused}, so that the program may run slower: "
+                "install the libtpu that this release of ttpu-jax names",
+                stacklevel=2,
+            )
+            known = {name: value for name, value in known.items() if name != refused}
