@@ -411,3 +411,45 @@ def test_without_a_backend_the_plan_is_made_all_the_same(config: Path, monkeypat
     monkeypatch.setattr(registry_module.default_registry(), "backend", missing)
     found = as_json(config, "--topology", "v5e:2x4", "--task", "generation")
     assert found["plans"] and found["kernels"] == {}
+
+
+class TrainingCompiler(Compiler):
+    """One that finds updates slow, but for those whose recomputation it prefers, and refuses all others if told to."""
+
+    def __init__(self, prefers: str, *, alone: bool = False) -> None:
+        super().__init__()
+        self.prefers, self.alone = prefers, alone
+
+    def verify_plan(
+        self, architecture: Any, plan: Plan, *, progress: Callable[[str], None]
+    ) -> tuple[Verification, ...]:
+        settings = plan.programs[0].workload.settings
+        if settings.remat == self.prefers:
+            return (Verification("train", 2**33, 0.5, (), 60.0, "libtpu 1"),)
+        refused = "it needs 20 GiB" if self.alone and settings.remat != "full" else None
+        return (Verification("train", None if refused else 2**33, 9.0, (), 60.0, "libtpu 1", refused=refused),)
+
+
+def test_the_best_batches_are_compiled_and_the_fastest_is_proposed(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (config, "--task", "training", "--topology", "v5e:4x4", "--verify", "--best", 1, "--candidates", 2)
+    compile_with(TrainingCompiler("dots"), monkeypatch)
+    shown = " ".join(run(*asked).stdout.split())
+    assert "--remat dots" in shown and "Compiled: 8.0 GiB, 500 ms, MFU" in shown
+    found = as_json(*asked)
+    assert found["best_batch"]["remat"] == "dots" and found["best_batch"]["compiled"]["seconds"] == 0.5
+    assert [one["remat"] for one in found["compiled_batches"]] == ["dots", "mlp"]
+    of_one = as_json(*asked, "--remat", "attention")
+    assert [one["remat"] for one in of_one["compiled_batches"]] == ["attention"]
+
+
+def test_that_all_best_batches_are_refused_is_said(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (config, "--task", "training", "--topology", "v5e:4x4", "--verify", "--best", 1, "--candidates", 2)
+    compile_with(TrainingCompiler("none", alone=True), monkeypatch)
+    assert "the compiler refuses the best predictions (16 rows with mlp, 16 rows with dots)" in " ".join(
+        run(*asked).stdout.split()
+    )
+    found = as_json(*asked)
+    assert found["best_batch"] is None
+    assert found["compiled_batches"][0]["compiled"] == {"refused": "it needs 20 GiB"}
