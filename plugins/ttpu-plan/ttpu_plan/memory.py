@@ -59,7 +59,7 @@ def estimate_memory(
 
     Args:
         mesh: mesh axis → devices along it.
-        chip: where the program runs, for what only one generation's compiler does.
+        chip: where the program runs, for what not every generation's compiler does.
         shapes: what the engine compiles and keeps on one replica, where `workload` is a step of its.
 
     Raises:

@@ -38,13 +38,15 @@ class Proposal:
         """Whether the compiler accepts it, as far as it was asked."""
         return self.compiled is None or self.compiled.peak_bytes is not None
 
-    def faster(self) -> float:
-        """How many times as fast as predicted."""
-        return self.batch.plan.seconds / self.seconds
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of an update over `seconds`; 0 if the compiler refuses it."""
+        plan = self.batch.plan
+        return plan.tokens_per_second * plan.seconds / self.seconds if self.fits else 0.0
 
     def mfu(self, spec: ArchitectureSpec) -> float:
         """As `Batch.mfu`, by `seconds`."""
-        return self.batch.mfu(spec) * self.faster()
+        return self.batch.mfu(spec) * self.batch.plan.seconds / self.seconds
 
     def as_json(self, spec: ArchitectureSpec) -> dict[str, Any]:
         """The batch as `ttpu plan --json` shows it."""
@@ -72,7 +74,7 @@ class Proposal:
             f"Best batch for {plan.topology}, {plan.layout}: {counted(batch.rows, 'row')} (--batch {batch.rows} "
             f"--remat {batch.remat}), {batch.rows_each} on each device that rows are divided over; "
             f"{plan.memory.total / GIB:.1f} of {plan.hbm_bytes / GIB:.1f} GiB, {in_milliseconds(plan.seconds)} a step, "
-            f"MFU {batch.mfu(spec):.0%} at most."
+            f"MFU {batch.mfu(spec):.0%} predicted."
         )
         if compiled is None or compiled.peak_bytes is None:
             return said
@@ -103,9 +105,7 @@ def proposals(
     if verify is None:
         return [Proposal(batch) for batch in found]
     compiled = [Proposal(batch, verify(batch.plan)[0]) for batch in found[:candidates]]
-    return sorted(
-        compiled, key=lambda one: (one.fits, one.fits and one.batch.plan.tokens_per_second * one.faster()), reverse=True
-    )
+    return sorted(compiled, key=lambda one: one.tokens_per_second, reverse=True)
 
 
 def in_words(found: list[Proposal], spec: ArchitectureSpec) -> str:
