@@ -105,12 +105,14 @@ def test_the_bounds_of_histograms_ascend_from_the_quick_to_the_slow() -> None:
 
 
 def test_all_of_them_are_there_and_right(tmp_path: Any) -> None:
-    core = FakeCore(tokenizer(tmp_path))
+    core = FakeCore(tokenizer(tmp_path), seconds=0.05)
     core.counts = replace(
         core.counts, kv_usage=0.25, pages_in_use={"full": 3}, drafted=10, accepted=7, accepted_at=(5, 2), preemptions=2,
         recompiles=1, prefix_queries=50, prefix_hits=20, peak_flops=1e12, peak_bytes=1e12,
     )  # fmt: skip
     with running(core) as server:
+        unused = samples(server.http().get("/metrics").text)
+        assert unused["ttpu:inter_token_latency_seconds_count"] == unused["vllm:inter_token_latency_seconds_count"] == 0
         asked = {"model": "fake", "messages": [{"role": "user", "content": "say: four"}], "n": 2}
         server.http().post("/v1/chat/completions", json=asked)
         server.http().post("/v1/nothing")

@@ -134,12 +134,12 @@ class Metrics:
 
     def observe_first(self, seconds: float) -> None:
         """Record the time to a sequence's first token."""
-        self._first.labels(**self._labels).observe(seconds)
+        self._first.observe(seconds)
         self.recent.append((time.monotonic(), seconds))
 
     def observe_next(self, seconds: float) -> None:
         """Record the time between two deltas of a sequence."""
-        self._between.labels(**self._labels).observe(seconds)
+        self._between.observe(seconds)
 
     def observe_end(self, prompt: int, output: int, each: float | None, whole: float | None, reason: str) -> None:
         """Record a finished sequence.
@@ -151,11 +151,11 @@ class Metrics:
             reason: the finish reason.
         """
         if each is not None:
-            self._each.labels(**self._labels).observe(each)
+            self._each.observe(each)
         if whole is not None:
-            self._whole.labels(**self._labels).observe(whole)
-        self._prompt.labels(**self._labels).observe(prompt)
-        self._output.labels(**self._labels).observe(output)
+            self._whole.observe(whole)
+        self._prompt.observe(prompt)
+        self._output.observe(output)
         self._ended.labels(reason=reason, **self._labels).inc()
 
     def observe_abort(self, reason: str) -> None:
@@ -163,7 +163,9 @@ class Metrics:
         self._ended.labels(reason=reason, **self._labels).inc()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"ttpu:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        """Return a histogram of the model, which tells zeros until something is observed."""
+        whole = Histogram(f"ttpu:{name}", text, list(self._labels), buckets=buckets, registry=self.registry)
+        return whole.labels(**self._labels)
 
 
 def _as_vllm(metric: Metric, name: str) -> Metric:
