@@ -246,6 +246,11 @@ def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exist
     width = 256 * chips
     assert any(f"f32[6,{width},128]" in loop or f"f32[6,128,{width}]" in loop for loop in loops)
     assert not any(f"bf16[6,2,{width},128]" in loop and f"f32[6,2,{width},128]" not in loop for loop in loops)
+    before_loops = program.hlo_text[program.hlo_text.index("ENTRY") :]
+    assert not re.search(r"= bf16\[6,\d+,[^=]* broadcast\(", before_loops), "gradients do not begin with zeros"
+    assert any(f"bf16[6,1,256,{128 * chips}]" in loop for loop in loops), "activations of each layer"
+    over = f"bf16[6,128,{128 * chips}]"
+    assert not any(over in loop for loop in loops), "gradients of attention's output kernel lie over activations"
 
 
 @pytest.mark.tpu_compile

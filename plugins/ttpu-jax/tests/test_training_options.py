@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ from ttpu_core.sharding.hardware import CHIPS
 from ttpu_jax import compiler_flags
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.compiler_flags import training_options
+from ttpu_jax.compiler_flags import engine_options, program_options, training_options
 from ttpu_jax.compiling import compiled_with
 from ttpu_jax.ops.matmul import trained
 
@@ -20,18 +22,26 @@ SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
 
 def test_other_platforms_have_no_options() -> None:
-    assert training_options("cpu", None) is None
+    assert training_options("cpu", None) == program_options("cpu") == program_options(None) == {}
+    assert engine_options("cpu").keys() == {"xla_cpu_scheduler_type"} and engine_options("gpu") == {}
+
+
+def test_every_tpu_program_shares_the_code_of_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options in (program_options("tpu"), engine_options("tpu"), training_options("tpu", None)):
+        assert options["xla_tpu_enable_deduplicated_calls"] == "ENABLED"
+    monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", "--xla_tpu_enable_deduplicated_calls=DISABLED")
+    assert program_options("tpu") == engine_options("tpu") == {}
 
 
 def test_an_unknown_tpu_has_those_of_every_tpu() -> None:
     common = training_options("tpu", None)
     assert common == training_options("tpu", CHIPS["v4"])
     for name in ("v5e", "v5p", "v6e", "tpu7x"):
-        assert (training_options("tpu", CHIPS[name]) or {}).items() > (common or {}).items()
+        assert training_options("tpu", CHIPS[name]).items() > common.items()
 
 
 def test_sparse_cores_are_asked_where_there_are_some() -> None:
-    asked = {name for name, chip in CHIPS.items() if SPARSE_CORES in (training_options("tpu", chip) or {})}
+    asked = {name for name, chip in CHIPS.items() if SPARSE_CORES in training_options("tpu", chip)}
     assert asked == {"v5p", "v6e", "tpu7x"}
 
 
@@ -44,12 +54,12 @@ def test_chips_with_sparse_cores_take_no_rings(name: str, monkeypatch: pytest.Mo
 
 
 def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert VMEM in (training_options("tpu", CHIPS["v6e"]) or {})
+    assert VMEM in training_options("tpu", CHIPS["v6e"])
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{VMEM}=98304 --{SPARSE_CORES}=false")
-    options = training_options("tpu", CHIPS["v6e"]) or {}
+    options = training_options("tpu", CHIPS["v6e"])
     assert options and not {VMEM, SPARSE_CORES} & set(options)
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", "--xla_tpu_enable_async_collective_fusion=false")
-    assert "xla_tpu_enable_async_collective_fusion" not in (training_options("tpu", None) or {})
+    assert "xla_tpu_enable_async_collective_fusion" not in training_options("tpu", None)
 
 
 @pytest.mark.tpu_compile
@@ -58,7 +68,9 @@ def test_libtpu_knows_the_options_of_each_chip(name: str) -> None:
     topology = tpu_topology(CHIPS[name].example)
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=_whole(topology))
     options = training_options("tpu", topology.chip)
-    assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out() -> None:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from ttpu_core.sharding.hardware import Chip
 
@@ -23,6 +22,10 @@ BY_PLATFORM = {"cpu": ("--xla_cpu_",), "gpu": ("--xla_gpu_",), "tpu": ("--xla_tp
 _AT_IMPORT = {name: os.environ.get(name, "") for name in VARIABLES}
 
 CompilerOption = str | bool | int | float
+
+# Equal operations of layers are compiled once and called. A prefill of Llama-3.1-8B compiles in half the CPU seconds,
+# with the same schedule.
+_EVERY_PROGRAM: Mapping[str, CompilerOption] = MappingProxyType({"xla_tpu_enable_deduplicated_calls": "ENABLED"})
 
 # Lets v6e and v5p compute while weights are gathered. libtpu 0.0.42 does not do so by default.
 OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
@@ -57,30 +60,40 @@ def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) 
     return tuple(sorted({flag for flag in found.split() if not flag.startswith(WITHOUT_EFFECT + others)}))
 
 
-def compiler_options(platform: str | None) -> dict[str, str | bool] | None:
-    """Return the compiler options of an engine's programs for a platform; None for none."""
+def program_options(platform: str | None) -> dict[str, CompilerOption]:
+    """The compiler options of every program for a platform. Those that XLA_FLAGS or LIBTPU_INIT_ARGS set are left out,
+    here and below."""
+    return _not_given(_EVERY_PROGRAM) if platform == "tpu" else {}
+
+
+def engine_options(platform: str | None) -> dict[str, CompilerOption]:
+    """The compiler options of an engine's programs for a platform."""
     if platform != "cpu":
-        return None
+        return program_options(platform)
     # Each kernel's float32 copy (`Runtime.widen_rows`) is made where it is used, into memory that is warm. By default
     # XLA:CPU begins with all that waits for nothing: the copies of every layer.
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
-def training_options(platform: str, chip: Chip | None) -> dict[str, Any] | None:  # Any: JAX's annotation omits numbers
-    """Return the compiler options of an update; None for none. Those that XLA_FLAGS or LIBTPU_INIT_ARGS set are left
-    out.
+def training_options(platform: str, chip: Chip | None) -> dict[str, CompilerOption]:
+    """The compiler options of an update.
 
     Args:
         platform: of the devices: cpu, gpu, tpu.
         chip: of the devices; None if it is not known.
     """
     if platform != "tpu":
-        return None
-    options = dict(_TRAINING)
+        return {}
+    options = {**_EVERY_PROGRAM, **_TRAINING}
     if chip is not None and chip.sums_on_sparse_cores:
         options |= _SPARSE_CORES
     if chip is not None and chip.name in _TRAINING_VMEM_KIB:
         options["xla_tpu_scoped_vmem_limit_kib"] = _TRAINING_VMEM_KIB[chip.name]
+    return _not_given(options)
+
+
+def _not_given(options: Mapping[str, CompilerOption]) -> dict[str, CompilerOption]:
+    """The options that the environment does not set."""
     given = {flag.removeprefix("--").partition("=")[0] for flag in compiler_flags("tpu")}
     return {name: value for name, value in options.items() if name not in given}
 

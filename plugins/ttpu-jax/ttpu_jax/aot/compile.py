@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_jax.compiler_flags import CompilerOption
+from ttpu_jax.compiler_flags import CompilerOption, program_options
 from ttpu_jax.compiling import compiled_with
 
 from .hlo import Collective, collectives
@@ -60,7 +60,8 @@ def compile_for(
         function: see `lower_for`.
         abstract_args: see `lower_for`.
         donate_argnums: see `lower_for`.
-        compiler_options: XLA options by name. One that libtpu does not know is left out with a warning.
+        compiler_options: XLA options by name, beside those of every program. One that libtpu does not know is left out
+            with a warning.
 
     Raises:
         UnsupportedError: the program needs more memory than a device has, an argument is not sharded over the
@@ -112,7 +113,8 @@ def compile_lowered(
     start = time.perf_counter()
     try:
         with without_persistent_cache():
-            executable: Any = compiled_with(lowered, compiler_options)  # Any: TPU programs have all analyses
+            options = program_options("tpu") | dict(compiler_options or {})
+            executable: Any = compiled_with(lowered, options)  # Any: TPU programs have all analyses
     except jax.errors.JaxRuntimeError as error:
         raise explained(error, topology, name) from error
     compile_seconds = time.perf_counter() - start

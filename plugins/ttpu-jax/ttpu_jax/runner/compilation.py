@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ttpu_core.errors import TTPUError
-from ttpu_jax.compiler_flags import compiler_options
+from ttpu_jax.compiler_flags import engine_options
+from ttpu_jax.compiling import compiled_with
 from ttpu_jax.runner.buckets import StepShape
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class ProgramPool:
         platform: str | None = None,
     ) -> None:
         self.strict = strict
-        self.options = compiler_options(platform)
+        self.options = engine_options(platform)
         self.serving = False
         self.recompiles = 0
         self.loaded = 0
@@ -265,7 +266,7 @@ class ProgramPool:
         if found is not None:
             return found, time.perf_counter() - began, True
         with cache_hits() as hits:
-            compiled = lowered.compile(compiler_options=self.options)
+            compiled = compiled_with(lowered, self.options)
         return compiled, time.perf_counter() - began, bool(hits)
 
     @property

@@ -17,7 +17,7 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from ttpu_core.files import write_whole
-from ttpu_jax.compiler_flags import compiler_flags, compiler_options
+from ttpu_jax.compiler_flags import compiler_flags, engine_options
 from ttpu_jax.runner.compilation_cache import host, is_closed, programs_folder
 
 log = logging.getLogger("ttpu.engine")
@@ -42,7 +42,7 @@ class ExecutableCache:
         self._parts = ("executables", f"{kind}-{len(self.devices)}")
         self.folder = programs_folder(*self._parts, make=False)
         platform = self.devices[0].platform
-        chosen = compiler_flags(platform), compiler_options(platform)
+        chosen = compiler_flags(platform), engine_options(platform)
         self._setting = repr((FORMAT, _described(self.devices), _versions(), chosen))
         self._failed = False
 

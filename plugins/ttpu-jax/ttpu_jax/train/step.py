@@ -27,6 +27,7 @@ from ttpu_jax.ops.matmul.trained import LANES
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
+from ttpu_jax.train.backward_loop import LayerGradients, lies_as_rows
 from ttpu_jax.train.offload import HOST, Offload
 from ttpu_jax.train.pipeline import gradients_by_1f1b
 from ttpu_jax.train.zero import ZeroPlacements
@@ -300,10 +301,10 @@ class TrainStep:
                 total, sums = summed(trained, batch)
                 return total / _count(sums), sums
 
-            gradients, sums = jax.grad(mean, has_aux=True)(trained)
+            gradients, sums = self._in_layers(jax.grad(mean, has_aux=True), trained)(trained)
             return sums, self._as_given(gradients)
 
-        part_gradients = jax.grad(summed, has_aux=True)
+        part_gradients = self._in_layers(jax.grad(summed, has_aux=True), trained)
 
         def add(so_far: Any, numbered: tuple[jax.Array, TokenBatch]) -> tuple[Any, None]:
             place, part = numbered
@@ -319,6 +320,15 @@ class TrainStep:
         )
         (sums, gradients), _ = jax.lax.scan(add, zeros, (jnp.arange(self.accumulation), parts))
         return sums, jax.tree.map(lambda gradient: gradient / _count(sums), gradients)
+
+    def _in_layers(self, gradients: Any, trained: Mapping[str, jax.Array]) -> LayerGradients:
+        """A function that computes gradients for `trained`, with a lean loop over layers."""
+        placement, table = self.model.runtime.placement, self.model.parameters
+        rows = placement.axes_of(axes.BATCH)
+        stacked = [path for path in trained if path in table and path.startswith(GROUPS)]
+        by_rows = {path for path in stacked if lies_as_rows(placement.parameter(path, table[path]), rows)}
+        sizes = {} if placement.mesh is None else placement.mesh.shape
+        return LayerGradients(gradients, by_rows, prod(sizes[axis] for axis in rows))
 
     def _as_given(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Gradients as the optimizer is given them: in the dtype of gradients, where they lie."""

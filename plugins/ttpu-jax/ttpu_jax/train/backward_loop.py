@@ -1,0 +1,178 @@
+"""The loop over layers of a backward pass, with fewer writes and less memory than `jax.lax.scan` gives it.
+
+JAX begins the loop with zeros for the gradients of all layers, which the loop then overwrites. XLA leaves such zeros
+out where a loop counts up. A backward loop counts down, so they are written: 1.7 GiB in each step of Llama-3.1-8B on
+eight devices. Here that memory is left unset.
+
+A kernel's gradients are also written over activations that the forward pass kept, where they fit: each layer's over
+those that the layer has read. Both then take the memory of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax.extend.core.primitives import closed_call_p, scan_p
+from jax.sharding import NamedSharding
+
+TILE_ROWS = 16
+"""Rows of a tile of two-byte numbers in a TPU's memory: gradients fill whole tiles of activations."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGradients:
+    """Computes gradients as `function` does, in loops over layers that this module describes.
+
+    Attributes:
+        function: arguments → (path → gradient, anything else), as `jax.grad(..., has_aux=True)` returns it.
+        by_rows: the paths of gradients [layers, features, width] whose features lie over the devices as rows do.
+        devices: that rows lie over, each with an equal part of them.
+    """
+
+    function: Callable[..., tuple[Mapping[str, jax.Array], Any]]
+    by_rows: Collection[str]
+    devices: int
+
+    def __call__(self, *arguments: Any) -> tuple[dict[str, jax.Array], Any]:
+        """The gradients, and what `function` returns beside them."""
+        traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
+        paths = [path[1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes) if path[0].idx == 0]
+        results = dict(zip(paths, traced.jaxpr.outvars, strict=False))
+        by_rows = {results[path] for path in self.by_rows if path in results}
+        uses = _uses(traced.jaxpr)
+        kept = {variable for equation in _scans(traced.jaxpr) for variable in equation.outvars if uses[variable] == 1}
+        equations = [self._without_zeros(one, by_rows, kept) for one in traced.jaxpr.eqns]
+        changed = jex.ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts)
+        values = jex.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
+        found: tuple[dict[str, jax.Array], Any] = jax.tree.unflatten(jax.tree.structure(shapes), values)
+        return found
+
+    def _without_zeros(self, equation: Any, by_rows: set[Any], kept: set[Any]) -> Any:
+        """An equation of the jaxpr, or the loop that takes its place."""
+        if not _counts_down(equation):
+            return equation
+        carried = equation.params["num_consts"] + equation.params["num_carry"]
+        read, gradients = equation.invars[carried:], equation.outvars[equation.params["num_carry"] :]
+        over: dict[int, int] = {}
+        for place, gradient in enumerate(gradients):
+            fitting = (
+                number
+                for number, stack in enumerate(read)
+                if stack in kept and number not in over.values() and self._fits(gradient.aval, stack.aval)
+            )
+            if gradient in by_rows and (number := next(fitting, None)) is not None:
+                over[place] = number
+        loop = partial(_loop, equation.params, over)
+        shapes = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in equation.invars]
+        return equation.replace(primitive=closed_call_p, params={"call_jaxpr": jax.make_jaxpr(loop)(*shapes)})
+
+    def _fits(self, gradient: Any, stack: Any) -> bool:
+        """Whether gradients [layers, features, width] fit over activations [layers, rows, seq, width] of a device."""
+        if (gradient.ndim, stack.ndim) != (3, 4) or gradient.dtype != stack.dtype:
+            return False
+        (_, features, width), (_, rows, length, row_width) = gradient.shape, stack.shape
+        each = features // rows
+        divided = features % rows == 0 and rows % self.devices == 0 and each % TILE_ROWS == 0
+        return divided and width == row_width and each <= length
+
+
+def lies_as_rows(sharding: jax.sharding.Sharding, rows: Sequence[str]) -> bool:
+    """Whether the features of a stacked kernel [layers, features, width] lie over the devices of a whole mesh in the
+    order in which rows do, and no other dimension of it is divided.
+
+    Args:
+        sharding: of the kernel.
+        rows: the mesh axes of more than one device that rows lie over.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return not rows
+    sizes = sharding.mesh.shape
+    layers, features, *rest = [_axes(entry, sizes) for entry in (*sharding.spec, None, None)]
+    return features == tuple(rows) and not layers and not any(rest) and sharding.mesh.size == _devices(rows, sizes)
+
+
+def _devices(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return prod(sizes[axis] for axis in axes)
+
+
+def _axes(entry: Any, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes of more than one device in an entry of a PartitionSpec."""
+    named = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return tuple(axis for axis in named if sizes[axis] > 1)
+
+
+def _scans(jaxpr: Any) -> list[Any]:
+    return [equation for equation in jaxpr.eqns if equation.primitive is scan_p]
+
+
+def _uses(jaxpr: Any) -> dict[Any, int]:
+    """Variable → how often a jaxpr reads it."""
+    counts: dict[Any, int] = {}
+    for variable in (*(one for equation in jaxpr.eqns for one in equation.invars), *jaxpr.outvars):
+        if isinstance(variable, jex.Var):
+            counts[variable] = counts.get(variable, 0) + 1
+    return {variable: counts.get(variable, 0) for equation in jaxpr.eqns for variable in equation.outvars}
+
+
+def _counts_down(equation: Any) -> bool:
+    """Whether an equation is the loop of a backward pass that writes gradients layer by layer."""
+    if equation.primitive is not scan_p or equation.effects:
+        return False
+    params = equation.params
+    return params["reverse"] and params["unroll"] == 1 and len(equation.outvars) > params["num_carry"]
+
+
+def _loop(params: Mapping[str, Any], over: Mapping[int, int], *arguments: jax.Array) -> list[jax.Array]:
+    """What `jax.lax.scan` computes with `reverse`.
+
+    Args:
+        params: of its equation.
+        over: number of a result that a turn writes → number of the input that a turn reads which it is written over.
+        arguments: of the equation: constants, what is carried, and the inputs that are read turn by turn.
+    """
+    consts_end = params["num_consts"]
+    start = consts_end + params["num_carry"]
+    turn, length = jex.jaxpr_as_fun(params["jaxpr"]), params["length"]
+    written = params["jaxpr"].out_avals[params["num_carry"] :]
+    consts, carry, inputs = arguments[:consts_end], list(arguments[consts_end:start]), arguments[start:]
+    stacks = [
+        inputs[over[place]] if place in over else jax.lax.empty((length, *one.shape), one.dtype)
+        for place, one in enumerate(written)
+    ]
+
+    def body(count: jax.Array, state: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[Any], list[Any]]:
+        carry, stacks = state
+        layer = length - 1 - count
+        now = dict(enumerate(inputs)) | {number: stacks[place] for place, number in over.items()}
+        rows = [jax.lax.dynamic_index_in_dim(now[number], layer, keepdims=False) for number in range(len(inputs))]
+        results = turn(*consts, *carry, *rows)
+        after = [_written(stack, one, layer) for stack, one in zip(stacks, results[len(carry) :], strict=True)]
+        return list(results[: len(carry)]), after
+
+    carry, stacks = jax.lax.fori_loop(0, length, body, (carry, stacks))
+    found = [_taken(stacks[place], one) if place in over else stacks[place] for place, one in enumerate(written)]
+    return [*carry, *found]
+
+
+def _written(stack: jax.Array, value: jax.Array, layer: jax.Array) -> jax.Array:
+    """A stack with the value of a layer: [layers, *value.shape], or activations [layers, rows, seq, width] over whose
+    first tokens a value [features, width] is written."""
+    if stack.ndim - 1 == value.ndim:
+        return jax.lax.dynamic_update_index_in_dim(stack, value, layer, 0)
+    rows = stack.shape[1]
+    parts = value.reshape(1, rows, value.shape[0] // rows, value.shape[1])
+    zero = np.int32(0)
+    return jax.lax.dynamic_update_slice(stack, parts, (layer, zero, zero, zero))
+
+
+def _taken(stack: jax.Array, value: Any) -> jax.Array:
+    """The values [layers, features, width] that `_written` wrote over activations."""
+    features, width = value.shape
+    return stack[:, :, : features // stack.shape[1]].reshape(len(stack), features, width)
+
