@@ -92,19 +92,11 @@ def lies_as_rows(sharding: jax.sharding.Sharding, rows: Sequence[str]) -> bool:
     """
     if not isinstance(sharding, NamedSharding):
         return not rows
-    sizes = sharding.mesh.shape
-    layers, features, *rest = [_axes(entry, sizes) for entry in (*sharding.spec, None, None)]
-    return features == tuple(rows) and not layers and not any(rest) and sharding.mesh.size == _devices(rows, sizes)
-
-
-def _devices(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return prod(sizes[axis] for axis in axes)
-
-
-def _axes(entry: Any, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes of more than one device in an entry of a PartitionSpec."""
-    named = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    return tuple(axis for axis in named if sizes[axis] > 1)
+    sizes: Mapping[str, int] = sharding.mesh.shape
+    _, entry, *_ = *sharding.spec, None, None
+    named: Sequence[str] = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    features = [axis for axis in named if sizes[axis] > 1]
+    return features == list(rows) and sharding.mesh.size == prod(sizes[axis] for axis in rows)
 
 
 def _scans(jaxpr: Any) -> list[Any]:
