@@ -132,3 +132,14 @@ class PlannedUpdate:
     rows: int
     length: int
     settings: UpdateSettings
+
+
+TILE_ROWS = 16
+"""Rows of a tile of two-byte numbers in a TPU's memory."""
+
+
+def fits_over(features: int, rows: int, tokens: int) -> bool:
+    """Whether the gradients of a kernel [features, width] fit over activations [rows, tokens, width] of a device, an
+    equal part over each row, in whole tiles."""
+    each, left = divmod(features, rows)
+    return not left and each % TILE_ROWS == 0 and each <= tokens

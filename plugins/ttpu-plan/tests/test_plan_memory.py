@@ -191,6 +191,19 @@ def test_training_holds_three_float32_copies_and_keeps_less_with_remat() -> None
     assert kept.total < dots.total < none.total and none.total > 1.5 * kept.total
 
 
+def test_gradients_of_one_kernel_lie_over_the_inputs_of_layers() -> None:
+    """128 MiB of attention's output kernel on each of eight devices, where its 512 features fit over a row."""
+    spec, mesh, eight = published(LLAMA), {"fsdp": 8}, Workload("train", 8, 2048, layers="scan")
+
+    def gradients(mesh: dict[str, int], workload: Workload) -> int:
+        return estimate_memory(spec, mesh, workload).gradients
+
+    over = gradients(mesh, eight)
+    assert gradients(mesh, replace(eight, batch=16)) == over
+    assert gradients(mesh, replace(eight, batch=24)) == over + 32 * 512 * 4096 * 2, "three rows do not divide them"
+    assert gradients({"fsdp": 4, "data": 2}, eight) == gradients({"fsdp": 4, "data": 2}, replace(eight, batch=24))
+
+
 @pytest.mark.parametrize(("stage", "compiled"), [(0, 27.20), (1, 13.34), (2, 10.78), (3, 7.15)])
 def test_the_stages_of_zero_take_what_the_compiler_says(stage: int, compiled: float) -> None:
     # GiB of an update of Llama-3.1-8B on v5e:4x4: benchmarks/training_programs.py --only zero

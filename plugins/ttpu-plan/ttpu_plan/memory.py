@@ -13,7 +13,7 @@ from ttpu_core.quantization.quantize import planned_spec
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
-from ttpu_core.sharding.training_state import ADAMW
+from ttpu_core.sharding.training_state import ADAMW, fits_over
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, axes
 from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
 from ttpu_plan.activations import kept_beside_input, needed, normalized, working_set
@@ -200,15 +200,16 @@ def _training(
     Where an update has parts, their gradients are summed in float32, all the while. Of an optimizer's state on the host
     that of the embedding and the head is brought to the devices whole, and that of others layer by layer.
 
-    *The loss*, for which the devices that share the head divide the vocabulary, each having the tokens of all of them:
-    what is kept of the layers; the head as it is stored, and as the vocabulary is divided; its gradient in float32, of
-    a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in float32. *The
-    backward pass of a turn*: what is kept of the layers; the gradients of all layers, rounded; the weights of two of
-    the turn's layers gathered, and all that the gradients of the turn need; the gradient of the largest kernel that
-    devices do not sum in a ring, rounded, before it is scattered. *The embedding's
-    gradient*, after the layers: all gradients, and that of the table's own features in float32, and as it is given to
-    the optimizer. *The update*, where the optimizer's state is on the host, so that it goes layer by layer: all
-    gradients in float32, the head's also as the vocabulary is divided; and the new state of the embedding and the head.
+    *The loss*, for which the devices that share the head divide the vocabulary, each having the tokens of all of
+    them: what is kept of the layers; the head as it is stored, and as the vocabulary is divided; its gradient in
+    float32, of a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in
+    float32. *The backward pass of a turn*: what is kept of the layers; the gradients of all layers, rounded, but
+    for those that are written over the inputs of layers; the weights of two of the turn's layers gathered, and all
+    that the gradients of the turn need; the gradient of the largest kernel that devices do not sum in a ring,
+    rounded, before it is scattered. *The embedding's gradient*, after the layers: all gradients, and that of the
+    table's own features in float32, and as it is given to the optimizer. *The update*, where the optimizer's state
+    is on the host, so that it goes layer by layer: all gradients in float32, the head's also as the vocabulary is
+    divided; and the new state of the embedding and the head.
 
     Args:
         model: the weights that the step computes with.
@@ -253,7 +254,7 @@ def _training(
         "temporaries": rounded + 2 * stored_head,
     }
     in_turn = {
-        "gradients": gradients + head_gradient,
+        "gradients": gradients + head_gradient - _over_inputs(model, workload),
         "activations": kept + turn.saved + stream,
         "temporaries": rounded + turn.gathered + turn.gradient,
     }
@@ -277,6 +278,24 @@ def _training(
         logits=peak.get("logits", 0),
         temporaries=peak["temporaries"] + relaid + PROGRAM_BYTES + (brought if settings.offload_optimizer else 0),
     )
+
+
+def _over_inputs(model: ModelShards, workload: Workload) -> int:
+    """The gradients that a loop over layers writes over the inputs of the layers (`ttpu_jax.train.backward_loop`): in
+    each kind of layer those of one kernel that lies over the whole mesh as rows do."""
+    rows, tokens = local_tokens(model, workload)
+    of_rows = model.axes_of(axes.BATCH, workload.rows_at_once)
+    if workload.layers != "scan" or prod(model.mesh[axis] for axis in of_rows) != prod(model.mesh.values()):
+        return 0
+
+    def fits(one: ParameterShard) -> bool:
+        features, *rest = one.local
+        lies_as_rows = tuple(axis for axis in one.mesh_axes[0] if model.mesh[axis] > 1) == of_rows
+        wide = rest == [model.spec.hidden_size]
+        return one.is_matrix and wide and lies_as_rows and fits_over(features, rows, tokens)
+
+    fitting = ((kind, [one for one in kind.parameters if fits(one)][:1]) for kind in model.layers)
+    return sum(kind.count * weight_bytes(one, workload, BITS[workload.dtype]) for kind, one in fitting)
 
 
 def _rounded_before_loop(state: ModelShards, workload: Workload) -> int:

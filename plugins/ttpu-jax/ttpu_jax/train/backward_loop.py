@@ -21,8 +21,7 @@ import numpy as np
 from jax.extend.core.primitives import closed_call_p, scan_p
 from jax.sharding import NamedSharding
 
-TILE_ROWS = 16
-"""Rows of a tile of two-byte numbers in a TPU's memory: gradients fill whole tiles of activations."""
+from ttpu_core.sharding.training_state import fits_over
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +76,9 @@ class LayerGradients:
         if (gradient.ndim, stack.ndim) != (3, 4) or gradient.dtype != stack.dtype:
             return False
         (_, features, width), (_, rows, length, row_width) = gradient.shape, stack.shape
-        each = features // rows
-        divided = features % rows == 0 and rows % self.devices == 0 and each % TILE_ROWS == 0
-        return divided and width == row_width and each <= length
+        if width != row_width or rows % self.devices or features % self.devices:
+            return False
+        return fits_over(features // self.devices, rows // self.devices, length)
 
 
 def lies_as_rows(sharding: jax.sharding.Sharding, rows: Sequence[str]) -> bool:
