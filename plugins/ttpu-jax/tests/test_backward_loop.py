@@ -41,7 +41,8 @@ def mean(params: dict[str, Any], x: jax.Array, weight: Any = 0.0) -> tuple[jax.A
 
 
 GRADIENT = jax.grad(mean, has_aux=True)
-LEAN = LayerGradients(GRADIENT, {"up"}, devices=1)
+BOTH = {"scale", "up"}
+LEAN = LayerGradients(GRADIENT, BOTH, {"up"}, devices=1)
 
 
 def unset(gradients: Callable[..., Any], *arguments: Any) -> list[tuple[int, ...]]:
@@ -77,6 +78,13 @@ def test_without_activations_that_fit_memory_is_left_unset() -> None:
         assert unset(other, PARAMS, rows()) == [SCALES, KERNELS]
 
 
+def test_gradients_that_are_not_named_begin_with_zeros() -> None:
+    for named, expected in ((set(), []), ({"scale"}, [SCALES]), ({"absent"}, [])):
+        lean = replace(LEAN, unset=named)
+        assert_those_of_jax(lean, PARAMS, rows())
+        assert unset(lean, PARAMS, rows()) == expected
+
+
 def test_activations_that_are_read_again_stay() -> None:
     """Two backward passes read them, one after the other."""
 
@@ -86,8 +94,9 @@ def test_activations_that_are_read_again_stay() -> None:
         first, second = pull((loss, (nothing, passed)))[0], pull((loss / 2, (nothing, passed**2)))[0]
         return {"up": first["up"], "up again": second["up"]}, loss
 
-    lean, x = LayerGradients(twice, {"up", "up again"}, devices=1), rows()
-    assert unset(lean, PARAMS, x) == [SCALES, SCALES, KERNELS, KERNELS]
+    ups = {"up", "up again"}
+    lean, x = LayerGradients(twice, ups, ups, devices=1), rows()
+    assert unset(lean, PARAMS, x) == [KERNELS, KERNELS]
     ours, theirs = jax.jit(lean)(PARAMS, x), jax.jit(twice)(PARAMS, x)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7), ours, theirs)
 
@@ -102,7 +111,7 @@ def test_rounded_gradients_lie_over_rounded_activations() -> None:
 
         return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).astype(jnp.float32).mean(), None
 
-    lean = LayerGradients(jax.grad(rounded, has_aux=True), {"up"}, 1)
+    lean = LayerGradients(jax.grad(rounded, has_aux=True), BOTH, {"up"}, 1)
     assert unset(lean, params, rows().astype(jnp.bfloat16)) == [SCALES]
     assert unset(lean, params, rows()) == [SCALES, KERNELS], "float32 activations"
 
@@ -132,7 +141,7 @@ def test_devices_keep_their_own_gradients(divides: bool) -> None:
     params = {"scale": PARAMS["scale"], "up": jax.device_put(up, lies)}
     x = jax.device_put(rows(8, 32), NamedSharding(mesh, PartitionSpec("fsdp")))
 
-    lean = LayerGradients(GRADIENT, {"up"} if divides else (), 8)
+    lean = LayerGradients(GRADIENT, BOTH, {"up"} if divides else (), 8)
     assert unset(lean, params, x) == ([SCALES] if divides else [SCALES, (LAYERS, features, WIDTH)])
     ours = jax.jit(lean)(params, x)[0]
     theirs = jax.jit(GRADIENT)(params, x)[0]

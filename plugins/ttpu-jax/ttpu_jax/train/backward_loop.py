@@ -2,7 +2,8 @@
 
 JAX begins the loop with zeros for the gradients of all layers, which the loop then overwrites. XLA leaves such zeros
 out where a loop counts up. A backward loop counts down, so they are written: 1.7 GiB in each step of Llama-3.1-8B on
-eight devices. Here that memory is left unset.
+eight devices. Here that memory is left unset, for the gradients that are named: unset memory has its dimensions in the
+order in which they are given, while XLA may choose another order for zeros.
 
 A kernel's gradients are also written over activations that the forward pass kept, where they fit: each layer's over
 those that the layer has read. Both then take the memory of one."""
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import closed_call_p, scan_p
 from jax.sharding import NamedSharding
@@ -30,11 +32,14 @@ class LayerGradients:
 
     Attributes:
         function: arguments → (path → gradient, anything else), as `jax.grad(..., has_aux=True)` returns it.
-        by_rows: the paths of gradients [layers, features, width] whose features lie over the devices as rows do.
+        unset: the paths of gradients [layers, ...] that begin with unset memory; others begin with zeros.
+        by_rows: of these, the paths of gradients [layers, features, width] whose features lie over the devices as rows
+            do.
         devices: that rows lie over, each with an equal part of them.
     """
 
     function: Callable[..., tuple[Mapping[str, jax.Array], Any]]
+    unset: Collection[str]
     by_rows: Collection[str]
     devices: int
 
@@ -43,18 +48,18 @@ class LayerGradients:
         traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
         paths = [path[1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes) if path[0].idx == 0]
         results = dict(zip(paths, traced.jaxpr.outvars, strict=False))
-        by_rows = {results[path] for path in self.by_rows if path in results}
+        unset, by_rows = ({results[path] for path in each if path in results} for each in (self.unset, self.by_rows))
         uses = _uses(traced.jaxpr)
         kept = {variable for equation in _scans(traced.jaxpr) for variable in equation.outvars if uses[variable] == 1}
-        equations = [self._without_zeros(one, by_rows, kept) for one in traced.jaxpr.eqns]
+        equations = [self._without_zeros(one, unset, by_rows, kept) for one in traced.jaxpr.eqns]
         changed = jex.ClosedJaxpr(traced.jaxpr.replace(eqns=equations), traced.consts)
         values = jex.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
         found: tuple[dict[str, jax.Array], Any] = jax.tree.unflatten(jax.tree.structure(shapes), values)
         return found
 
-    def _without_zeros(self, equation: Any, by_rows: set[Any], kept: set[Any]) -> Any:
+    def _without_zeros(self, equation: Any, unset: set[Any], by_rows: set[Any], kept: set[Any]) -> Any:
         """An equation of the jaxpr, or the loop that takes its place."""
-        if not _counts_down(equation):
+        if not _counts_down(equation) or not unset & set(equation.outvars):
             return equation
         carried = equation.params["num_consts"] + equation.params["num_carry"]
         read, gradients = equation.invars[carried:], equation.outvars[equation.params["num_carry"] :]
@@ -65,9 +70,10 @@ class LayerGradients:
                 for number, stack in enumerate(read)
                 if stack in kept and number not in over.values() and self._fits(gradient.aval, stack.aval)
             )
-            if gradient in by_rows and (number := next(fitting, None)) is not None:
+            if gradient in by_rows & unset and (number := next(fitting, None)) is not None:
                 over[place] = number
-        loop = partial(_loop, equation.params, over)
+        zeros = {place for place, gradient in enumerate(gradients) if gradient not in unset}
+        loop = partial(_loop, equation.params, over, zeros)
         shapes = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in equation.invars]
         return equation.replace(primitive=closed_call_p, params={"call_jaxpr": jax.make_jaxpr(loop)(*shapes)})
 
@@ -119,12 +125,15 @@ def _counts_down(equation: Any) -> bool:
     return params["reverse"] and params["unroll"] == 1 and len(equation.outvars) > params["num_carry"]
 
 
-def _loop(params: Mapping[str, Any], over: Mapping[int, int], *arguments: jax.Array) -> list[jax.Array]:
+def _loop(
+    params: Mapping[str, Any], over: Mapping[int, int], zeros: Collection[int], *arguments: jax.Array
+) -> list[jax.Array]:
     """What `jax.lax.scan` computes with `reverse`.
 
     Args:
         params: of its equation.
         over: number of a result that a turn writes → number of the input that a turn reads which it is written over.
+        zeros: numbers of the results that begin with zeros.
         arguments: of the equation: constants, what is carried, and the inputs that are read turn by turn.
     """
     consts_end = params["num_consts"]
@@ -133,7 +142,9 @@ def _loop(params: Mapping[str, Any], over: Mapping[int, int], *arguments: jax.Ar
     written = params["jaxpr"].out_avals[params["num_carry"] :]
     consts, carry, inputs = arguments[:consts_end], list(arguments[consts_end:start]), arguments[start:]
     stacks = [
-        inputs[over[place]] if place in over else jax.lax.empty((length, *one.shape), one.dtype)
+        inputs[over[place]]
+        if place in over
+        else (jnp.zeros if place in zeros else jax.lax.empty)((length, *one.shape), one.dtype)
         for place, one in enumerate(written)
     ]
 

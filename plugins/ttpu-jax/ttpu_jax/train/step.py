@@ -268,10 +268,14 @@ class TrainStep:
         return wider and (table or (path.startswith((GROUPS, LAYERS)) and self._lies_as_used(path)))
 
     def _lies_as_used(self, path: str) -> bool:
-        parameter, placement = self.model.parameters[path], self.model.runtime.placement
-        if placement.platform != "tpu" or not path.endswith("kernel") or self._is_taken_apart(path):
-            return True
-        return placement.parameter(path, parameter).shard_shape(parameter.shape)[-1] % LANES == 0
+        on_tpu = self.model.runtime.placement.platform == "tpu"
+        return not on_tpu or not path.endswith("kernel") or self._is_taken_apart(path) or self._fills_lanes(path)
+
+    def _fills_lanes(self, path: str) -> bool:
+        """Whether the last dimension of a parameter fills lanes on each device."""
+        parameter = self.model.parameters[path]
+        lies = self.model.runtime.placement.parameter(path, parameter)
+        return lies.shard_shape(parameter.shape)[-1] % LANES == 0
 
     def _is_taken_apart(self, path: str) -> bool:
         """Whether a layer's module takes a stacked kernel apart before it rounds it."""
@@ -326,9 +330,10 @@ class TrainStep:
         placement, table = self.model.runtime.placement, self.model.parameters
         rows = placement.axes_of(axes.BATCH)
         stacked = [path for path in trained if path in table and path.startswith(GROUPS)]
-        by_rows = {path for path in stacked if lies_as_rows(placement.parameter(path, table[path]), rows)}
+        unset = {path for path in stacked if placement.platform != "tpu" or self._fills_lanes(path)}
+        by_rows = {path for path in unset if lies_as_rows(placement.parameter(path, table[path]), rows)}
         sizes = {} if placement.mesh is None else placement.mesh.shape
-        return LayerGradients(gradients, by_rows, prod(sizes[axis] for axis in rows))
+        return LayerGradients(gradients, unset, by_rows, prod(sizes[axis] for axis in rows))
 
     def _as_given(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Gradients as the optimizer is given them: in the dtype of gradients, where they lie."""
