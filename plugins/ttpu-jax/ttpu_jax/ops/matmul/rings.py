@@ -203,7 +203,7 @@ def _round(
     the first kernel; while the last sums travel, the second half is.
 
     early: rows are there a turn before they are multiplied, so that they follow the sums of the turn before over the
-        links. Otherwise sums wait for rows, where links are slow.
+        links, which are never idle. Otherwise sums wait for rows, where links are slow.
     """
     half = x.shape[1] // 2
     first, second = x[:, :half], x[:, half:]
@@ -213,19 +213,15 @@ def _round(
     sums: Halves | None = None
     for turn in range(1, ring.size):
         raised, rows = up(jnp.concatenate(rows, axis=1)), following
-        if early:
-            part = lower(raised, down[0])
-            if sums is not None:
-                part = part + jnp.concatenate(sums, axis=1)
-            part = part.astype(x.dtype)
+        rows_follow = turn < ring.size - 2
+        if early and rows_follow:
+            parts = _lowered_whole(raised, sums, lower, down[0], x.dtype)
         else:
-            parts, rows = _lowered_in_turn(raised, sums, rows, lower, down[0], x.dtype)
-        if turn < ring.size - 2:
+            parts, rows = _lowered_in_halves(raised, sums, rows, lower, down[0], x.dtype)
+        if rows_follow:
             following = _both_ways(rows, ring)
-            if early:
-                part, following = jax.lax.optimization_barrier((part, following))
-        if early:
-            parts = part[:, :half], part[:, half:]
+        if early and rows_follow:
+            parts, following = jax.lax.optimization_barrier((parts, following))
         else:
             rows, _ = jax.lax.optimization_barrier((rows, parts[1]))  # else they would be multiplied before sums are
         sums = _both_ways(parts, ring)
@@ -237,14 +233,14 @@ def _round(
     return result.astype(x.dtype)
 
 
-def _lowered_in_turn(
+def _lowered_in_halves(
     raised: jax.Array, sums: Halves | None, rows: Halves, lower: Lower, kernel: jax.Array, dtype: Any
 ) -> tuple[Halves, Halves]:
     """For each half of the rows of a turn, its product with the second kernel and what has arrived, in `dtype`; and the
     rows of the next turn, which are there before.
 
-    Each product waits for its sums, as far as XLA:TPU can see. It then adds them within the product, and copies no half
-    of a common result to send it.
+    As far as XLA:TPU can see, either half has a kernel of its own, which is there no sooner than what has arrived. So
+    it makes two products, adds the sums within them, and copies no half of a common result to send it.
 
     Args:
         raised: [batch, 2 * half, *out], the first product with the rows of both halves.
@@ -254,16 +250,35 @@ def _lowered_in_turn(
         kernel: [out, mlp].
         dtype: of the results.
     """
-    parts: list[jax.Array] = []
-    for number, each in enumerate(jnp.split(raised, 2, axis=1)):
-        after = parts[0] if number else rows
-        arrived = None if sums is None else sums[number]
-        own, arrived, after = jax.lax.optimization_barrier((kernel, arrived, after))
-        if not number:
-            rows = after
-        part = lower(each, own)
-        parts.append((part if arrived is None else part + arrived).astype(dtype))
-    return (parts[0], parts[1]), rows
+    kernels, raised, sums, rows = jax.lax.optimization_barrier(((kernel, kernel), raised, sums, rows))
+    products = [lower(each, own) for each, own in zip(jnp.split(raised, 2, axis=1), kernels, strict=True)]
+    if sums is not None:
+        products = [product + arrived for product, arrived in zip(products, sums, strict=True)]
+    return (products[0].astype(dtype), products[1].astype(dtype)), rows
+
+
+def _lowered_whole(raised: jax.Array, sums: Halves | None, lower: Lower, kernel: jax.Array, dtype: Any) -> Halves:
+    """What `_lowered_in_halves` returns of sums, from one product, whose halves are copied while the rows of the next
+    turn travel.
+
+    XLA:TPU seems to take rows to travel shorter than they do: it sends them just before the last product or fusion that
+    precedes their use. Of two products that is the second, and one fusion that copies both halves follows the wait for
+    the rows. Before copies that are no fusions it sends the rows in time.
+
+    Args:
+        raised: [batch, 2 * half, *out], the first product with the rows of both halves.
+        sums: what has arrived for either half, [batch, half, out].
+        lower: the second product.
+        kernel: [out, mlp].
+        dtype: of the results.
+    """
+    product = lower(raised, kernel)
+    if sums is not None:
+        product = product + jnp.concatenate(sums, axis=1)
+    product = product.astype(dtype)
+    half = product.shape[1] // 2
+    first, product = jax.lax.optimization_barrier((product[:, :half], product))  # else one fusion makes both copies
+    return first, product[:, half:]
 
 
 def _links_take_longer(x: jax.Array, numbers: int, ring: Ring) -> bool:
