@@ -114,7 +114,7 @@ def main() -> None:
         for row, peak in zip(rows, pool.map(peak_of, rows), strict=True):
             print(f"{row['model']} {row['task']} {row['topology']}: {row['peak_bytes']:,} → {peak:,}", flush=True)
             row["peak_bytes"] = peak
-    PEAKS.write_text(written(peaks), encoding="utf-8")
+            PEAKS.write_text(written(peaks), encoding="utf-8")
     document(peaks)
 
 
