@@ -39,6 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="how often each engine is asked for each figure")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    told = f"these alone: {', '.join(FIGURES)}"
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=FIGURES, metavar="FIGURE", help=told)
     parser.add_argument("--tunix", help="the interpreter of an environment with google-tunix")
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
     parser.add_argument("--worker", nargs=3, metavar=("ENGINE", "CHECKPOINT", "DTYPE"), help=argparse.SUPPRESS)
@@ -75,7 +77,7 @@ def compare(arguments: argparse.Namespace) -> None:
                     f"(weights {weights / 1e6:.0f} MB, before loading {base:.0f} MB)",
                     flush=True,
                 )
-            for figure in FIGURES:
+            for figure in arguments.figures:
                 rates: dict[str, list[float]] = {engine: [] for engine in workers}
                 for worker in workers.values():
                     worker.ask(figure)  # compile, warm caches
@@ -83,11 +85,16 @@ def compare(arguments: argparse.Namespace) -> None:
                     for engine, worker in workers.items():
                         rates[engine].append(worker.ask(figure)["tokens_per_second"])
                 report["results"].append(row_of(figure, dtype, rates))
+                keep(report, arguments.output)
             for worker in workers.values():
                 worker.stop()
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def keep(report: dict[str, Any], path: Path | None) -> None:
+    """Write what is known so far, where a path is given."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def row_of(figure: str, dtype: str, rates: dict[str, list[float]]) -> dict[str, Any]:
