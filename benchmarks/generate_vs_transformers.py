@@ -42,7 +42,7 @@ def main() -> None:
     told = f"these alone: {', '.join(FIGURES)}"
     parser.add_argument("--figures", nargs="+", choices=FIGURES, default=FIGURES, metavar="FIGURE", help=told)
     parser.add_argument("--tunix", help="the interpreter of an environment with google-tunix")
-    parser.add_argument("--output", type=Path, help="write the results there as JSON")
+    parser.add_argument("--output", type=Path, help="write the results there as JSON, in place of what is there")
     parser.add_argument("--worker", nargs=3, metavar=("ENGINE", "CHECKPOINT", "DTYPE"), help=argparse.SUPPRESS)
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -33,7 +33,7 @@ SAVED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The usual setting is AdamW in float32: 16 bytes a parameter with the gradient.
+    """The usual setting is AdamW in float32: 16 bytes a parameter with the gradient that the optimizer is given.
 
     Args:
         master_dtype: of the weights that the optimizer updates; the model computes in the workload's dtype.

@@ -68,6 +68,42 @@ def test_gradients_are_written_over_the_activations_that_a_layer_has_read() -> N
     assert unset(LEAN, PARAMS, rows()) == [SCALES]
 
 
+def test_what_unset_memory_holds_never_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs set it to zeros; here it is not a number."""
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    for lean in (LEAN, replace(LEAN, by_rows=())):
+        assert_those_of_jax(lean, PARAMS, rows())
+
+
+def test_two_kernels_do_not_lie_over_the_same_activations() -> None:
+    params = {**PARAMS, "down": PARAMS["up"][::-1]}
+
+    def gated(params: dict[str, Any], x: jax.Array) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, None]:
+            return x + jnp.tanh((x * params["scale"]) @ params["up"].T) @ params["down"], None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean(), None
+
+    gradient, both = jax.grad(gated, has_aux=True), {"up", "down"}
+    lean, x = LayerGradients(gradient, both, both, 1), rows()
+    assert unset(lean, params, x) == [KERNELS]
+    for path, value in jax.jit(lean)(params, x)[0].items():
+        np.testing.assert_allclose(value, jax.jit(gradient)(params, x)[0][path], rtol=1e-5, atol=1e-7, err_msg=path)
+
+
+def test_loops_with_effects_are_left_as_they_are() -> None:
+    def told(params: dict[str, Any], x: jax.Array) -> tuple[jax.Array, None]:
+        def layer(x: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, None]:
+            jax.debug.callback(lambda: None)
+            return x + jnp.tanh((x * params["scale"]) @ params["up"].T) @ params["up"], None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean(), None
+
+    lean = LayerGradients(jax.grad(told, has_aux=True), BOTH, {"up"}, 1)
+    assert unset(lean, PARAMS, rows()) == []
+    assert lean(PARAMS, rows())[0].keys() == PARAMS.keys()
+
+
 def test_without_activations_that_fit_memory_is_left_unset() -> None:
     """Three rows do not divide 32 features; rows of 15 tokens are shorter than 16 of them; and 8 are no whole tile."""
     for x in (rows(3), rows(2, 15), rows(4)):

@@ -122,7 +122,7 @@ def light(checkpoint: Path) -> JaxTrainRunner:
     """A runner that has computed an update."""
     with pytest.MonkeyPatch.context() as patch:
         asked: list[str] = []
-        patch.setattr("ttpu_jax.train.runner.training_options", lambda platform, chip: asked.append(platform))
+        patch.setattr("ttpu_jax.train.runner.training_options", lambda platform, chip: asked.append(platform) or {})
         one = runner(checkpoint, trainable=("final_norm.*",))
         one.step(batch(0))
         assert asked == ["cpu"]

@@ -246,8 +246,10 @@ def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exist
     width = 256 * chips
     assert any(f"f32[6,{width},128]" in loop or f"f32[6,128,{width}]" in loop for loop in loops)
     assert not any(f"bf16[6,2,{width},128]" in loop and f"f32[6,2,{width},128]" not in loop for loop in loops)
-    before_loops = program.hlo_text[program.hlo_text.index("ENTRY") :]
-    assert not re.search(r"= bf16\[6,\d+,[^=]* broadcast\(", before_loops), "gradients do not begin with zeros"
+    entry = program.hlo_text[program.hlo_text.index("ENTRY") :]
+    assert not re.search(r"= bf16\[6,\d+,[^=]* broadcast\(", entry), "gradients do not begin with zeros"
+    unset = rf"= bf16\[6,2,{width},128\][^=]* custom-call\(\), custom_call_target=.AllocateBuffer"
+    assert re.search(unset, entry), "but with unset memory"
     assert any(f"bf16[6,1,256,{128 * chips}]" in loop for loop in loops), "activations of each layer"
     over = f"bf16[6,128,{128 * chips}]"
     assert not any(over in loop for loop in loops), "gradients of attention's output kernel lie over activations"
@@ -274,3 +276,7 @@ def test_weights_that_do_not_fill_lanes_are_rounded_before_the_loop(hidden: int)
     assert len(narrow) == 3 and taken_apart <= masters
     assert not narrow & masters if hidden == 512 else narrow <= masters
     assert all(weights[path].dtype == trained[path].dtype == jnp.bfloat16 for path in narrow - masters)
+    found = step._in_layers(None, trained)
+    assert not narrow & set(found.unset) if hidden == 512 else narrow <= set(found.unset)
+    by_rows = {path for path in params if path.endswith(("attention.output.kernel", "mlp.down.kernel"))}
+    assert found.devices == 8 and set(found.unset) >= set(found.by_rows) >= by_rows

@@ -31,6 +31,8 @@ def test_every_tpu_program_shares_the_code_of_equal_operations(monkeypatch: pyte
         assert options["xla_tpu_enable_deduplicated_calls"] == "ENABLED"
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", "--xla_tpu_enable_deduplicated_calls=DISABLED")
     assert program_options("tpu") == engine_options("tpu") == {}
+    monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_DEFAULT")
+    assert engine_options("cpu") == {}
 
 
 def test_an_unknown_tpu_has_those_of_every_tpu() -> None:

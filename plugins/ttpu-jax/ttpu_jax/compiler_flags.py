@@ -61,22 +61,22 @@ def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) 
 
 
 def program_options(platform: str | None) -> dict[str, CompilerOption]:
-    """The compiler options of every program for a platform. Those that XLA_FLAGS or LIBTPU_INIT_ARGS set are left out,
-    here and below."""
-    return _not_given(_EVERY_PROGRAM) if platform == "tpu" else {}
+    """The compiler options of the programs of generation for a platform, without those that XLA_FLAGS or
+    LIBTPU_INIT_ARGS set."""
+    return _not_given(_EVERY_PROGRAM, platform) if platform == "tpu" else {}
 
 
 def engine_options(platform: str | None) -> dict[str, CompilerOption]:
-    """The compiler options of an engine's programs for a platform."""
+    """The compiler options of an engine's programs for a platform, without those that the environment sets."""
     if platform != "cpu":
         return program_options(platform)
     # Each kernel's float32 copy (`Runtime.widen_rows`) is made where it is used, into memory that is warm. By default
     # XLA:CPU begins with all that waits for nothing: the copies of every layer.
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return _not_given({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, platform)
 
 
 def training_options(platform: str, chip: Chip | None) -> dict[str, CompilerOption]:
-    """The compiler options of an update.
+    """The compiler options of an update, without those that the environment sets.
 
     Args:
         platform: of the devices: cpu, gpu, tpu.
@@ -89,12 +89,12 @@ def training_options(platform: str, chip: Chip | None) -> dict[str, CompilerOpti
         options |= _SPARSE_CORES
     if chip is not None and chip.name in _TRAINING_VMEM_KIB:
         options["xla_tpu_scoped_vmem_limit_kib"] = _TRAINING_VMEM_KIB[chip.name]
-    return _not_given(options)
+    return _not_given(options, platform)
 
 
-def _not_given(options: Mapping[str, CompilerOption]) -> dict[str, CompilerOption]:
-    """The options that the environment does not set."""
-    given = {flag.removeprefix("--").partition("=")[0] for flag in compiler_flags("tpu")}
+def _not_given(options: Mapping[str, CompilerOption], platform: str) -> dict[str, CompilerOption]:
+    """The options for a platform that the environment does not set."""
+    given = {flag.removeprefix("--").partition("=")[0] for flag in compiler_flags(platform)}
     return {name: value for name, value in options.items() if name not in given}
 
 

@@ -11,25 +11,25 @@ import jax
 from ttpu_jax.compiler_flags import CompilerOption, refused_option
 
 
-def compiled_with(lowered: jax.stages.Lowered, options: Mapping[str, CompilerOption] | None) -> jax.stages.Compiled:
+def compiled_with(lowered: jax.stages.Lowered, options: Mapping[str, CompilerOption]) -> jax.stages.Compiled:
     """The program of a lowered function. An option that the compiler does not know, as another release of libtpu may
     not, is left out with a warning.
 
     Args:
         lowered: what is compiled.
-        options: XLA options by name; None for none.
+        options: XLA options by name.
     """
-    known: Any = dict(options) if options else None  # Any: JAX's annotation omits numbers
+    known: Any = dict(options)  # Any: JAX's annotation omits numbers
     while True:
         try:
             return lowered.compile(compiler_options=known)
         except jax.errors.JaxRuntimeError as error:
             refused = refused_option(str(error))
-            if not known or refused not in known:
+            if refused not in known:
                 raise
             warnings.warn(
-                f"the installed compiler does not know the option {refused}, so that the program may run slower: "
-                "install the libtpu that this release of ttpu-jax names",
+                f"the installed compiler does not know the option {refused}, so that the program may compile or run "
+                "slower: install the libtpu that this release of ttpu-jax names",
                 stacklevel=2,
             )
             known = {name: value for name, value in known.items() if name != refused}

@@ -14,7 +14,7 @@ from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW, fits_over
-from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, axes
+from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MLPSpec, axes
 from ttpu_core.spec.arithmetic import BITS, cached_bits, kept_slots
 from ttpu_plan.activations import kept_beside_input, needed, normalized, working_set
 from ttpu_plan.estimate import MemoryEstimate
@@ -204,7 +204,7 @@ def _training(
     them: what is kept of the layers; the head as it is stored, and as the vocabulary is divided; its gradient in
     float32, of a part of the tokens and the sum so far; these tokens' streams and their gradients; their logits in
     float32. *The backward pass of a turn*: what is kept of the layers; the gradients of all layers, rounded, but
-    for those that are written over the inputs of layers; the weights of two of the turn's layers gathered, and all
+    for those that are written over what is kept of layers; the weights of two of the turn's layers gathered, and all
     that the gradients of the turn need; the gradient of the largest kernel that devices do not sum in a ring,
     rounded, before it is scattered. *The embedding's gradient*, after the layers: all gradients, and that of the
     table's own features in float32, and as it is given to the optimizer. *The update*, where the optimizer's state
@@ -254,7 +254,7 @@ def _training(
         "temporaries": rounded + 2 * stored_head,
     }
     in_turn = {
-        "gradients": gradients + head_gradient - _over_inputs(model, workload),
+        "gradients": gradients + head_gradient - _over_activations(model, workload),
         "activations": kept + turn.saved + stream,
         "temporaries": rounded + turn.gathered + turn.gradient,
     }
@@ -280,22 +280,29 @@ def _training(
     )
 
 
-def _over_inputs(model: ModelShards, workload: Workload) -> int:
-    """The gradients that a loop over layers writes over the inputs of the layers (`ttpu_jax.train.backward_loop`): in
-    each kind of layer those of one kernel that lies over the whole mesh as rows do."""
+def _over_activations(model: ModelShards, workload: Workload) -> int:
+    """The gradients that a loop over layers writes over what is kept of the layers (`ttpu_jax.train.backward_loop`): in
+    each kind of layer those of a kernel as wide as its input, and of one as wide as an MLP's products where these are
+    kept. The features of both are sharded over the whole mesh as rows are."""
     rows, tokens = local_tokens(model, workload)
     of_rows = model.axes_of(axes.BATCH, workload.rows_at_once)
     if workload.layers != "scan" or prod(model.mesh[axis] for axis in of_rows) != prod(model.mesh.values()):
         return 0
 
-    def fits(one: ParameterShard) -> bool:
+    def fits(one: ParameterShard, width: int) -> bool:
         features, *rest = one.local
         lies_as_rows = tuple(axis for axis in one.mesh_axes[0] if model.mesh[axis] > 1) == of_rows
-        wide = rest == [model.spec.hidden_size]
-        return one.is_matrix and wide and lies_as_rows and fits_over(features, rows, tokens)
+        return one.is_matrix and rest == [width] and lies_as_rows and fits_over(features, rows, tokens)
 
-    fitting = ((kind, [one for one in kind.parameters if fits(one)][:1]) for kind in model.layers)
-    return sum(kind.count * weight_bytes(one, workload, BITS[workload.dtype]) for kind, one in fitting)
+    bits, found = BITS[workload.dtype], 0
+    for kind in model.layers:
+        widths = {model.spec.hidden_size}
+        if isinstance(kind.layer.mlp, MLPSpec) and workload.settings.remat in ("gate", "mlp"):
+            widths.add(kind.layer.mlp.intermediate_size)
+        for width in widths:
+            fitting = [one for one in kind.parameters if fits(one, width) and _fills_lanes(one)]
+            found += kind.count * weight_bytes(fitting[:1], workload, bits)
+    return found
 
 
 def _rounded_before_loop(state: ModelShards, workload: Workload) -> int:

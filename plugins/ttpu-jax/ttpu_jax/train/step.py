@@ -330,10 +330,15 @@ class TrainStep:
         placement, table = self.model.runtime.placement, self.model.parameters
         rows = placement.axes_of(axes.BATCH)
         stacked = [path for path in trained if path in table and path.startswith(GROUPS)]
-        unset = {path for path in stacked if placement.platform != "tpu" or self._fills_lanes(path)}
+        unset = {path for path in stacked if self._may_be_unset(path)}
         by_rows = {path for path in unset if lies_as_rows(placement.parameter(path, table[path]), rows)}
         sizes = {} if placement.mesh is None else placement.mesh.shape
         return LayerGradients(gradients, unset, by_rows, prod(sizes[axis] for axis in rows))
+
+    def _may_be_unset(self, path: str) -> bool:
+        """Whether the gradients of a parameter of all layers begin with unset memory. On GPUs it was never tried."""
+        platform = self.model.runtime.placement.platform
+        return platform == "cpu" or (platform == "tpu" and self._fills_lanes(path))
 
     def _as_given(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Gradients as the optimizer is given them: in the dtype of gradients, where they lie."""

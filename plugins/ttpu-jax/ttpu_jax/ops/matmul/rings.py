@@ -202,8 +202,8 @@ def _round(
     each is followed by its sums. While the first rows travel, the first half of a device's own rows is multiplied by
     the first kernel; while the last sums travel, the second half is.
 
-    early: rows are there a turn before they are multiplied, so that they follow the sums of the turn before over the
-        links, which are never idle. Otherwise sums wait for rows, where links are slow.
+    early: rows of the next turn are sent before the sums of this one, so that links are busy while rows travel. Without
+        it sums wait behind rows on slow links.
     """
     half = x.shape[1] // 2
     first, second = x[:, :half], x[:, half:]
@@ -239,8 +239,8 @@ def _lowered_in_halves(
     """For each half of the rows of a turn, its product with the second kernel and what has arrived, in `dtype`; and the
     rows of the next turn, which are there before.
 
-    As far as XLA:TPU can see, either half has a kernel of its own, which is there no sooner than what has arrived. So
-    it makes two products, adds the sums within them, and copies no half of a common result to send it.
+    The barrier gives each half its own copy of the kernel, as far as XLA:TPU can see, which is available only after the
+    sums have arrived. So XLA makes two products, adds the sums within them, and copies no half of a common result.
 
     Args:
         raised: [batch, 2 * half, *out], the first product with the rows of both halves.
@@ -261,9 +261,9 @@ def _lowered_whole(raised: jax.Array, sums: Halves | None, lower: Lower, kernel:
     """What `_lowered_in_halves` returns of sums, from one product, whose halves are copied while the rows of the next
     turn travel.
 
-    XLA:TPU seems to take rows to travel shorter than they do: it sends them just before the last product or fusion that
-    precedes their use. Of two products that is the second, and one fusion that copies both halves follows the wait for
-    the rows. Before copies that are no fusions it sends the rows in time.
+    XLA:TPU seems to expect rows to travel faster than they do: it sends them just before the last product or fusion
+    that precedes their use. Of two products that is the second, and one fusion that copies both halves follows the wait
+    for the rows. Before copies that are no fusions it sends the rows in time.
 
     Args:
         raised: [batch, 2 * half, *out], the first product with the rows of both halves.
