@@ -63,10 +63,11 @@ class LayerGradients:
             return equation
         carried = equation.params["num_consts"] + equation.params["num_carry"]
         gradients = equation.outvars[equation.params["num_carry"] :]
-        read = [one if isinstance(one, jex.Var) else None for one in equation.invars[carried:]]
+        read = equation.invars[carried:]
+        may_hold = [number for number, one in enumerate(read) if isinstance(one, jex.Var) and one in kept]
         over: dict[int, int] = {}
         for place, gradient in enumerate(gradients):
-            free = [number for number in range(len(read)) if number not in over.values() and read[number] in kept]
+            free = (number for number in may_hold if number not in over.values())
             fitting = (number for number in free if self._fits(gradient.aval, read[number].aval))
             if gradient in by_rows & unset and (number := next(fitting, None)) is not None:
                 over[place] = number
