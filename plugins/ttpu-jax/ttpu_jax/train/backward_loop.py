@@ -61,9 +61,8 @@ class LayerGradients:
         """An equation of the jaxpr, or the loop that takes its place."""
         if not _counts_down(equation) or not unset & set(equation.outvars):
             return equation
-        carried = equation.params["num_consts"] + equation.params["num_carry"]
-        gradients = equation.outvars[equation.params["num_carry"] :]
-        read = equation.invars[carried:]
+        consts, carried = _carried(equation)
+        gradients, read = equation.outvars[carried:], equation.invars[consts + carried :]
         may_hold = [number for number, one in enumerate(read) if isinstance(one, jex.Var) and one in kept]
         over: dict[int, int] = {}
         for place, gradient in enumerate(gradients):
@@ -72,7 +71,8 @@ class LayerGradients:
             if gradient in by_rows & unset and (number := next(fitting, None)) is not None:
                 over[place] = number
         zeros = {place for place, gradient in enumerate(gradients) if gradient not in unset}
-        loop = partial(_loop, equation.params, over, zeros)
+        body = equation.params["jaxpr"], equation.params["length"]
+        loop = partial(_loop, *body, consts, carried, over, zeros)
         shapes = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype) for one in equation.invars]
         return equation.replace(primitive=closed_call_p, params={"call_jaxpr": jax.make_jaxpr(loop)(*shapes)})
 
@@ -116,8 +116,18 @@ def _uses(jaxpr: Any) -> dict[Any, int]:
     return {variable: counts.get(variable, 0) for equation in jaxpr.eqns for variable in equation.outvars}
 
 
-_READ = {"reverse", "unroll", "length", "jaxpr", "num_consts", "num_carry"}
+_READ = {"reverse", "unroll", "length", "jaxpr"}
 """What is read of a scan's parameters; the loop of a JAX that calls them otherwise is left as it is."""
+
+
+def _carried(equation: Any) -> tuple[int, int]:
+    """How many constants a scan reads, and how many values it carries. They come before the inputs that are read turn
+    by turn, which have one dimension more than what a turn reads of them; so do results."""
+    body = equation.params["jaxpr"]
+    results = zip(equation.outvars, body.out_avals, strict=True)
+    inputs = zip(equation.invars, body.in_avals, strict=True)
+    carried = sum(one.aval.ndim == turn.ndim for one, turn in results)
+    return sum(one.aval.ndim == turn.ndim for one, turn in inputs) - carried, carried
 
 
 def _counts_down(equation: Any) -> bool:
@@ -125,24 +135,31 @@ def _counts_down(equation: Any) -> bool:
     params = equation.params
     if equation.primitive is not scan_p or equation.effects or not params.keys() >= _READ:
         return False
-    return params["reverse"] and params["unroll"] == 1 and len(equation.outvars) > params["num_carry"]
+    return params["reverse"] and params["unroll"] == 1
 
 
 def _loop(
-    params: Mapping[str, Any], over: Mapping[int, int], zeros: Collection[int], *arguments: jax.Array
+    jaxpr: Any,
+    length: int,
+    consts_end: int,
+    carried: int,
+    over: Mapping[int, int],
+    zeros: Collection[int],
+    *arguments: jax.Array,
 ) -> list[jax.Array]:
     """What `jax.lax.scan` computes with `reverse`.
 
     Args:
-        params: of its equation.
+        jaxpr: a turn.
+        length: the number of turns.
+        consts_end: the number of constants.
+        carried: the number of values that are carried.
         over: number of a result that a turn writes → number of the input that a turn reads which it is written over.
         zeros: numbers of the results that begin with zeros.
         arguments: of the equation: constants, what is carried, and the inputs that are read turn by turn.
     """
-    consts_end = params["num_consts"]
-    start = consts_end + params["num_carry"]
-    turn, length = jex.jaxpr_as_fun(params["jaxpr"]), params["length"]
-    written = params["jaxpr"].out_avals[params["num_carry"] :]
+    start, turn = consts_end + carried, jex.jaxpr_as_fun(jaxpr)
+    written = jaxpr.out_avals[carried:]
     consts, carry, inputs = arguments[:consts_end], list(arguments[consts_end:start]), arguments[start:]
     stacks = [
         inputs[over[place]]
