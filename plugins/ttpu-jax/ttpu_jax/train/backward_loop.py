@@ -116,7 +116,7 @@ def _uses(jaxpr: Any) -> dict[Any, int]:
     return {variable: counts.get(variable, 0) for equation in jaxpr.eqns for variable in equation.outvars}
 
 
-_READ = {"reverse", "unroll", "length", "jaxpr"}
+_PARAMETERS = {"reverse", "unroll", "length", "jaxpr"}
 """What is read of a scan's parameters; the loop of a JAX that calls them otherwise is left as it is."""
 
 
@@ -133,7 +133,7 @@ def _carried(equation: Any) -> tuple[int, int]:
 def _counts_down(equation: Any) -> bool:
     """Whether an equation is the loop of a backward pass that writes gradients layer by layer."""
     params = equation.params
-    if equation.primitive is not scan_p or equation.effects or not params.keys() >= _READ:
+    if equation.primitive is not scan_p or equation.effects or not params.keys() >= _PARAMETERS:
         return False
     return params["reverse"] and params["unroll"] == 1
 
