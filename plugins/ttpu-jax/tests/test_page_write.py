@@ -15,12 +15,13 @@ from paged_cases import Ragged, ragged
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.attention import AttentionContext
-from ttpu_jax.ops.paged_attention import empty_pages, page_write, write
+from ttpu_jax.ops.paged_attention import empty_pages, page_write, write, write_pairs
 from ttpu_jax.params.placement import Placement
 
 PAGE = 8
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
 WIDE = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=256, v_head_dim=192)
+EVEN = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=256)
 DECODE = ragged([1, 1, 1, 1], [1, 8, 9, 30], page_size=PAGE, pages=8, sequences=6, tokens=6)
 MIXED = ragged([1, 21, 1, 8, 3], [17, 33, 8, 8, 3], page_size=PAGE, pages=8, sequences=7, tokens=48)
 NOTHING = ragged([], [], page_size=PAGE, pages=8, sequences=2, tokens=2, max_queries=1)
@@ -41,6 +42,7 @@ class TpuPlacement(Placement):
         (DECODE, GQA, "bfloat16", 1),
         (DECODE, WIDE, "float32", 2),
         (MIXED, WIDE, "bfloat16", 1),
+        (MIXED, EVEN, "bfloat16", 2),
         (MIXED, GQA, "float8_e4m3fn", 2),
         (NOTHING, GQA, "bfloat16", 1),
     ],
@@ -65,10 +67,14 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
         mesh=mesh, head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads), platform="tpu"
     )
     monkeypatch.setattr(page_write, "write_rows", partial(page_write.write_rows, interpret=True))
-    found = jax.jit(partial(write, context=context))(kv, key, value, case.batch)
-    assert found.pages.dtype == wanted.pages.dtype
-    np.testing.assert_array_equal(
-        np.asarray(found.pages[1:], np.float32), np.asarray(wanted.pages[1:], np.float32)
-    )
+    found = [jax.jit(partial(write, context=context))(kv, key, value, case.batch)]
+    if key.shape == value.shape:
+        pairs = jnp.stack([key, value], axis=2)
+        found.append(jax.jit(partial(write_pairs, context=context))(kv, pairs, case.batch))
+    for one in found:
+        assert one.pages.dtype == wanted.pages.dtype
+        np.testing.assert_array_equal(
+            np.asarray(one.pages[1:], np.float32), np.asarray(wanted.pages[1:], np.float32)
+        )
     if case.real:
-        assert (np.asarray(found.pages, np.float32) != np.asarray(kv.pages, np.float32)).any()
+        assert (np.asarray(found[0].pages, np.float32) != np.asarray(kv.pages, np.float32)).any()

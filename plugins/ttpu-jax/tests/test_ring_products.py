@@ -36,6 +36,7 @@ from ttpu_jax.model import step_cache
 from ttpu_jax.model.causal_model import DecoderModel, causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes, ring_of
 from ttpu_jax.model.paged import paged_layout
+from ttpu_jax.model.step_cache import Keys, PagedCache
 from ttpu_jax.ops.matmul import rings
 from ttpu_jax.ops.matmul.rings import (
     Ring,
@@ -45,7 +46,7 @@ from ttpu_jax.ops.matmul.rings import (
     scattered_product,
     scattered_rows,
 )
-from ttpu_jax.ops.paged_attention import paged_attention
+from ttpu_jax.ops.paged_attention import empty_pages, paged_attention
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.params.placement import local_placement
 
@@ -299,6 +300,63 @@ class TestOnTPUs:
         self.on(name, monkeypatch)
         found = ring_of(jnp.zeros((1, 2048, 4)), Runtime(local_placement("tensor=8"), stream="auto"))
         assert (found is not None) == (name in ("v5e", "v6e"))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_pairs"),
+    [
+        ("fewer KV heads than devices, with biases", True),
+        ("norms behind the sub-layers too, and soft caps", True),
+        ("norms of heads and an MLP without a gate", False),
+        ("values of another size and gates of features", False),
+    ],
+)
+def test_pages_get_the_same_keys_and_values_in_pairs(
+    name: str, in_pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a value that is infinite, which must not be multiplied by the sine of 0."""
+    spec = architecture(*(LAYERS[name],) * 2)
+    case = ragged([3, 7, 6], [3, 7, 6], tokens=16)
+    found = Model(spec, "tensor=4")
+    layout, written = paged_layout(found.spec, 64), []
+    for path, bias in found.params.items():
+        if path.endswith("qkv.bias"):  # [kv_heads, slots, head_dim], values last
+            found.params[path] = bias.at[0, -1, 0].set(jnp.inf)
+
+    def step() -> list[np.ndarray]:
+        kind = np.dtype(np.float32)
+        caches = found.model.empty_paged_cache(layout, (case.num_pages,) * len(layout.groups), 3, 4, kind, kind)
+        _, after = jax.jit(found.model.ragged_forward)(found.params, tokens(1)[0], case.batch, caches)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(after)]
+
+    def split(cache: PagedCache, pairs: jax.Array) -> tuple[PagedCache, Keys]:
+        written.append(pairs.shape)
+        return cache.write(*(pairs[..., plane, :].transpose(0, 2, 1, 3) for plane in range(2)))
+
+    expected = step()
+    monkeypatch.setattr(PagedCache, "takes_pairs", True)
+    monkeypatch.setattr(PagedCache, "write_pairs", split)
+    jax.clear_caches()
+    for one, other in zip(step(), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert bool(written) == in_pairs
+    if "biases" in name:
+        assert np.isinf(expected[0]).any()
+
+
+def test_only_pages_for_the_kernel_of_a_ring_take_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, batch = AttentionSpec(8, 4, 128), ragged([3], [3]).batch
+    for platform, dtype, in_ring, kernels, takes in [
+        ("tpu", jnp.bfloat16, True, True, True),
+        ("tpu", jnp.bfloat16, False, True, False),
+        ("tpu", jnp.bfloat16, True, False, False),
+        ("tpu", jnp.int8, True, True, False),
+        ("cpu", jnp.bfloat16, True, True, False),
+    ]:
+        monkeypatch.setattr("ttpu_jax.params.placement.Placement.platform", platform)
+        placement = local_placement(None)
+        pages = empty_pages(spec, 2, 32, placement, dtype)
+        assert PagedCache(pages, batch, placement, kernels, in_ring).takes_pairs == takes
 
 
 class TestWhatTakesLonger:

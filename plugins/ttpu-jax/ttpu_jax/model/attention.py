@@ -21,7 +21,7 @@ from ttpu_jax.model.modules import (
     value_of,
     with_whole_rows,
 )
-from ttpu_jax.model.step_cache import Keys, PagedKeys, StepCache
+from ttpu_jax.model.step_cache import Keys, PagedCache, PagedKeys, StepCache
 from ttpu_jax.ops.matmul.rings import Ring, gathered_product, heads_outside, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
@@ -63,15 +63,20 @@ class Attention(nnx.Module):
         Raises:
             ValueError: neither this layer nor another gave keys.
         """
-        if self._ring(x) is None:
+        in_ring = self._ring(x) is not None
+        if not in_ring:
             x = with_whole_rows(x, self.runtime)  # once for several products
-        query, own = self._project(x, step)
+        pairs = in_ring and isinstance(cache, PagedCache) and cache.takes_pairs and self._turns_pairs
+        query, own = self._project(x, step, pairs=pairs)
         positions = step.query_positions
         if step.last_only:
             query, positions, x = query[:, -1:], positions[:, -1:], x[:, -1:]
         keys = others
-        if own is not None:
+        if isinstance(own, tuple):
             cache, keys = cache.write(*own)
+        elif own is not None:
+            assert isinstance(cache, PagedCache)
+            cache, keys = cache.write_pairs(own)
         if keys is None:
             raise ValueError(
                 "a layer without keys of its own was run without those of another: give it, as `inputs.keys`, what "
@@ -85,9 +90,11 @@ class Attention(nnx.Module):
             out = jnp.where(step.valid[..., None], out, 0)
         return out, cache, keys
 
-    def _project(self, x: jax.Array, step: Step) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim], if this layer has
-        its own."""
+    def _project(
+        self, x: jax.Array, step: Step, pairs: bool
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | jax.Array | None]:
+        """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim] if this layer has its
+        own, or in one array [batch, seq, kv_heads, 2, dim] with `pairs`."""
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
@@ -107,6 +114,10 @@ class Attention(nnx.Module):
             query = (query * factor[:, :, None, None, None]).astype(query.dtype)
         if not own_keys:
             return query, None
+        if pairs:
+            # Keys and values lie beside one another, as pages hold them.
+            both = self._position(fused[..., group:, :], None, step)
+            return query, jnp.where(jnp.arange(2)[:, None] == 0, both, fused[..., group:, :])
         key = fused[..., group, :]
         value = key if spec.value_is_key else self.value(x) if self.value else fused[..., group + 1, :]
         if spec.value_scale != 1.0:
@@ -122,6 +133,15 @@ class Attention(nnx.Module):
         if query is None or key is None:
             return query is key
         return not self.spec.qk_norm_after_rope and query.is_like(key)
+
+    @property
+    def _turns_pairs(self) -> bool:
+        """Whether rope is all that is done to keys alone, so that values, which lie behind them, may be turned too and
+        taken as they were."""
+        spec = self.spec
+        separate = self.value is not None or spec.value_is_key or spec.kv_from_layer is not None
+        others = (self.k_norm, self.v_norm, spec.clip_qkv)
+        return not separate and spec.value_scale == 1.0 and all(one is None for one in others)
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""

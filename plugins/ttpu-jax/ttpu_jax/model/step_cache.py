@@ -18,7 +18,7 @@ from ttpu_jax.model.modules import Runtime, Step
 from ttpu_jax.model.ragged import on_rows
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.api import REFERENCE
-from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention, write
+from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention, write, write_pairs
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.params.placement import Placement
 
@@ -335,6 +335,18 @@ class PagedCache:
         pages = write(
             self.held, *rows, self.batch, context=context, by_kernel=self.kernels, heads_outside=self.in_ring
         )
+        return replace(self, held=pages), PagedKeys(pages, self.batch)
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether `write_pairs` writes a step's keys and values in fewer operations than `write`."""
+        return self.in_ring and self.kernels and bool(self.held.combined) and self.held.scales is None
+
+    @part(Part.CACHE)
+    def write_pairs(self, pairs: jax.Array) -> tuple[PagedCache, Keys]:
+        """`write` for pairs [1, tokens, kv_heads, 2, head_dim] of a key and a value, where this cache takes them."""
+        context = _pages_context(self.placement, pairs.shape[2])
+        pages = write_pairs(self.held, pairs[0], self.batch, context)
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
     @part(Part.ATTENTION)

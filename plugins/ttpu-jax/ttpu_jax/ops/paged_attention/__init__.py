@@ -4,7 +4,7 @@ tokens."""
 from ttpu_jax.ops.paged_attention.api import paged_attention, serves, serves_decode
 from ttpu_jax.ops.paged_attention.batch import NULL_PAGE, PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import empty_pages, page_bytes
-from ttpu_jax.ops.paged_attention.write import write
+from ttpu_jax.ops.paged_attention.write import write, write_pairs
 
 __all__ = [
     "NULL_PAGE",
@@ -16,4 +16,5 @@ __all__ = [
     "serves",
     "serves_decode",
     "write",
+    "write_pairs",
 ]

@@ -136,23 +136,12 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
     parts = _halves(kv) if is_paired(kv) else 1 if value is None else parts_of(kv, max(key.shape[-1], value.shape[-1]))
     width = kv.pages.shape[-1] * parts
     planes = [widened(key, width)] if value is None else [widened(key, width), widened(value, width)]
-    tokens = key.shape[0]
     if kv.combined:
-        rows = jnp.stack(planes, axis=2).reshape(tokens, kv.combined, -1, width)
-        more = kv.pages.shape[2] * kv.pages.shape[3] // width // kv.combined - rows.shape[2]
-        rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0)))
-        if kv.scales is None and parts > 1:
-            rows = rows.reshape(tokens, kv.combined, -1, parts, LANES).swapaxes(2, 3)
-        rows = rows.reshape(tokens, -1, kv.pages.shape[-1] if kv.scales is None else width)
+        rows = _beside(kv, jnp.stack(planes, axis=2), parts)
     else:
         rows = jnp.stack(planes, axis=1)
     if kv.scales is None:
-        if kv.pages.dtype == jnp.float8_e4m3fn:  # a cast of a larger value than its maximum gives NaN
-            most = float(jnp.finfo(kv.pages.dtype).max)
-            rows = jnp.clip(rows, -most, most)
-        if kv.pages.dtype == jnp.uint16:
-            return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16), None
-        return rows.astype(kv.pages.dtype), None
+        return _stored(kv, rows), None
     if not is_paired(kv):
         rows = rows.astype(jnp.float32)
         scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
@@ -160,8 +149,37 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
     scales = scales_of(jnp.abs(rows).max(-1).astype(jnp.float32))  # the rows' dtype holds their maximum
     rows = jnp.round(rows.astype(jnp.float32) / scales[..., None]).astype(jnp.int8)
     if width > LANES:
-        rows = rows.reshape(tokens, kv.combined, -1, width // LANES, LANES).swapaxes(2, 3)
-    return rows.reshape(tokens, -1, LANES), scales.reshape(tokens, -1, PAIR)
+        rows = rows.reshape(len(key), kv.combined, -1, width // LANES, LANES).swapaxes(2, 3)
+    return rows.reshape(len(key), -1, LANES), scales.reshape(len(key), -1, PAIR)
+
+
+def rows_of_pairs(kv: PagedKV, pairs: jax.Array) -> jax.Array:
+    """The entries that combined pages without scales store for pairs [tokens, kv_heads, 2, dim] of a key and a value,
+    as `rows_of` gives them."""
+    parts = parts_of(kv, pairs.shape[-1])
+    return _stored(kv, _beside(kv, widened(pairs, kv.pages.shape[-1] * parts), parts))
+
+
+def _beside(kv: PagedKV, planes: jax.Array, parts: int) -> jax.Array:
+    """The rows [tokens, rows, width] of combined pages for planes [tokens, kv_heads, 1 or 2, width * parts]: keys, and
+    values beside them."""
+    tokens, _, _, width = planes.shape
+    rows = planes.reshape(tokens, kv.combined, -1, width)
+    more = kv.pages.shape[2] * kv.pages.shape[3] // width // kv.combined - rows.shape[2]
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0)))
+    if kv.scales is None and parts > 1:
+        rows = rows.reshape(tokens, kv.combined, -1, parts, LANES).swapaxes(2, 3)
+    return rows.reshape(tokens, -1, kv.pages.shape[-1] if kv.scales is None else width)
+
+
+def _stored(kv: PagedKV, rows: jax.Array) -> jax.Array:
+    """Rows in the dtype of pages without scales."""
+    if kv.pages.dtype == jnp.float8_e4m3fn:  # a cast of a larger value than its maximum gives NaN
+        most = float(jnp.finfo(kv.pages.dtype).max)
+        rows = jnp.clip(rows, -most, most)
+    if kv.pages.dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+    return rows.astype(kv.pages.dtype)
 
 
 def scales_of(largest: jax.Array) -> jax.Array:
@@ -279,6 +297,6 @@ def _halves(kv: PagedKV) -> int:
 
 
 def widened(x: jax.Array, width: int) -> jax.Array:
-    """x [tokens, heads, dim] with zeros up to `width` features."""
+    """x [..., dim] with zeros up to `width` features."""
     missing = width - x.shape[-1]
-    return x if missing == 0 else jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
+    return x if missing == 0 else jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, missing)))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
-from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of
+from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of, rows_of_pairs
 
 
 def write(
@@ -58,6 +58,13 @@ def write(
         token = (page, slice(None), offset) if kv.combined else token
         kept = kept.at[token].set(scales, mode="promise_in_bounds")
     return replace(kv, pages=pages, scales=kept)
+
+
+def write_pairs(kv: PagedKV, pairs: jax.Array, batch: RaggedBatch, context: AttentionContext) -> PagedKV:
+    """The pages with each token's pair of a key and a value, pairs [tokens, kv_heads, 2, dim], in its slot. A kernel
+    for TPUs writes them. The pages are combined and have no scales; tokens of the pairs lie within heads
+    (`ttpu_jax.ops.matmul.rings`). Stacking keys and values takes a TPU three operations, which pairs leave out."""
+    return replace(kv, pages=_by_kernel(kv, rows_of_pairs(kv, pairs), batch, context, heads_outside=True))
 
 
 def _whole_rows(kv: PagedKV) -> bool:
