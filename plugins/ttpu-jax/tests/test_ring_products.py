@@ -85,9 +85,10 @@ class TestProducts:
         assert_close(found, jnp.einsum("bsi,oi->bso", x, kernel) + bias)
         assert found.sharding.spec[1] == "tensor"
 
-    def test_rows_of_a_table_are_scattered(self, size: int) -> None:
+    @pytest.mark.parametrize("rows_each", [1, 5, ROWS])
+    def test_rows_of_a_table_are_scattered(self, size: int, rows_each: int) -> None:
         table = draw(7 * size, HIDDEN)
-        rows = np.random.default_rng(0).integers(0, 7 * size, (2, size * ROWS))
+        rows = np.random.default_rng(0).integers(0, 7 * size, (2, size * rows_each))
         found = jax.jit(partial(scattered_rows, ring=ring(size)))(table, jnp.asarray(rows, jnp.int32))
         np.testing.assert_array_equal(found, table[rows])
         assert found.sharding.spec[1] == "tensor"
