@@ -45,7 +45,11 @@ def test_only_bfloat16_of_many_rows_is_widened() -> None:
     assert operands(9, np.float32, widen_rows=4).count("f32") == 3
 
 
-def test_an_engine_widens_one_kernel_after_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_an_engine_widens_one_kernel_after_another_where_the_processor_has_no_bfloat16(
+    native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_jax.runner.build.multiplies_bfloat16", lambda: native)
     sizes = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 512}
     folder = tiny.llama_checkpoint(tmp_path / "llama", tokenizer=False, dtype="bfloat16", **sizes)
     llm = LLM(
@@ -56,7 +60,7 @@ def test_an_engine_widens_one_kernel_after_another(tmp_path: Path) -> None:
     pool = llm.engine.runner.pool
     (key,) = (key for key in pool.keys if key[0] == "step" and key[1].tokens == WIDEN_ROWS)  # type: ignore[index]
     program = pool.executable(key)
-    assert "f32[1024,128]" in program.as_text(), "no kernel of gate and up is widened"
+    assert ("f32[1024,128]" in program.as_text()) != native, "of gate and up"
     widened = 4 * sum(value.size for path, value in llm.engine.runner.params.items() if path.endswith(".kernel"))
     assert program.memory_analysis().temp_size_in_bytes < widened / 3
 

@@ -1,9 +1,10 @@
-"""Prepares the environment before JAX is imported: on a machine with libtpu but without a TPU, JAX runs on the CPU
-without a warning."""
+"""What this machine has. It prepares the environment before JAX is imported: on a machine with libtpu but without a
+TPU, JAX runs on the CPU without a warning."""
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 QUIET_LIBTPU = {
@@ -13,6 +14,27 @@ QUIET_LIBTPU = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
+"""The instructions of x86 processors that multiply bfloat16, as Linux names them."""
+
+
+@cache
+def processor_features() -> frozenset[str]:
+    """The instruction sets of this machine's processor, as Linux names them; none where that cannot be read."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's processor has instructions that multiply bfloat16."""
+    return not BFLOAT16.isdisjoint(processor_features())
 
 
 def has_tpu() -> bool:

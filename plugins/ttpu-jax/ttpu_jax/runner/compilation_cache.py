@@ -16,6 +16,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from ttpu_core.errors import RequestError
+from ttpu_jax.platform import processor_features
 
 log = logging.getLogger("ttpu.engine")
 
@@ -131,12 +132,7 @@ class CacheCounts:
 def host() -> str:
     """The kind of this machine's processor, because machines that cannot run each other's programs may share a home
     folder."""
-    described = platform.processor()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        described += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        pass
+    described = " ".join([platform.processor(), *sorted(processor_features())])
     return f"{platform.machine() or 'any'}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
