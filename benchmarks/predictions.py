@@ -5,6 +5,7 @@ and `<!-- end of predictions -->` in docs, written anew. Nothing runs on a TPU.
     python benchmarks/predictions.py                                every program, 15 to 20 minutes on two cores
     python benchmarks/predictions.py --only roofline                those of one table
     python benchmarks/predictions.py --only roofline --tables       write the tables from the results of earlier runs
+    python benchmarks/predictions.py --task prefill                 prompts alone
     python benchmarks/predictions.py --missing                      those of which there is no result yet
 
 Each program is what one command compiles, in a process of its own; the results have the command. The result of an
@@ -229,11 +230,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tables = list(TABLES)
     parser.add_argument("--only", nargs="+", choices=tables, default=tables, help="programs of these tables")
+    parser.add_argument("--task", choices=("decode", "prefill", "train"), help="programs of this task alone")
     parser.add_argument("--tables", action="store_true", help="compile nothing")
     parser.add_argument("--missing", action="store_true", help="compile only programs that have no result yet")
     asked = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     programs = {program.name: program for name in asked.only for program in TABLES[name]}
+    if asked.task is not None:
+        programs = {name: program for name, program in programs.items() if program.task == asked.task}
     if asked.missing:
         programs = {name: program for name, program in programs.items() if name not in results}
     if not asked.tables:

@@ -228,8 +228,8 @@ class TestRings:
         ring, whole = programs["auto"], programs["whole"]
         sent = [one for one in ring.collectives if one.op == "collective-permute"]
         # Rows for queries, keys and values come from either side in halves, and one half of those opposite by each way.
-        # In the MLP half of a device's rows, and then their sums, pass three devices in either direction. So do the rows
-        # of the table for half of a device's tokens.
+        # In the MLP half of a device's rows, and then their sums, pass three devices in either direction. So do the
+        # table's rows for half of a device's tokens.
         attention, mlp, embedding = 2 * 2 + 2, 2 * 2 * 3, 2 * 3
         in_scan = LAYERS * (attention + mlp)
         expected = in_scan if ring.layers == "scan" else in_scan - mlp  # the last layer's MLP has one token

@@ -358,6 +358,7 @@ def test_only_pages_for_the_kernel_of_a_ring_take_pairs(monkeypatch: pytest.Monk
         placement = local_placement(None)
         pages = empty_pages(spec, 2, 32, placement, dtype)
         assert PagedCache(pages, batch, placement, kernels, in_ring).takes_pairs == takes
+    assert not PagedCache(None, batch, placement, in_ring=True).takes_pairs, "a layer that reads another's pages"
 
 
 class TestWhatTakesLonger:

@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         in_ring = self._ring(x) is not None
         if not in_ring:
             x = with_whole_rows(x, self.runtime)  # once for several products
-        pairs = in_ring and isinstance(cache, PagedCache) and cache.takes_pairs and self._turns_pairs
+        pairs = in_ring and self._turns_pairs and isinstance(cache, PagedCache) and cache.takes_pairs
         query, own = self._project(x, step, pairs=pairs)
         positions = step.query_positions
         if step.last_only:

@@ -340,7 +340,8 @@ class PagedCache:
     @property
     def takes_pairs(self) -> bool:
         """Whether `write_pairs` writes a step's keys and values in fewer operations than `write`."""
-        return self.in_ring and self.kernels and bool(self.held.combined) and self.held.scales is None
+        pages, by_kernel = self.held, self.in_ring and self.kernels
+        return by_kernel and isinstance(pages, PagedKV) and bool(pages.combined) and pages.scales is None
 
     @part(Part.CACHE)
     def write_pairs(self, pairs: jax.Array) -> tuple[PagedCache, Keys]:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 WIDEN_ROWS = 192
 """Rows from which XLA:CPU is faster, by a quarter, where bfloat16 is made float32 before a product, on processors
-without instructions for bfloat16. With them a product of 512 rows takes a quarter of the time as it is."""
+without instructions for bfloat16. With them (measured with AMX) a product of 512 rows takes a quarter of the time as
+it is."""
 RECURRENT_PREFILLS = 2
 """Prompts per step where layers carry recurrent states: each takes a row as long as the step."""
 PAGE_SIZES = {"cpu": 32, "tpu": PAGE_SIZE}

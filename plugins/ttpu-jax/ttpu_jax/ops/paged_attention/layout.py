@@ -136,10 +136,7 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
     parts = _halves(kv) if is_paired(kv) else 1 if value is None else parts_of(kv, max(key.shape[-1], value.shape[-1]))
     width = kv.pages.shape[-1] * parts
     planes = [widened(key, width)] if value is None else [widened(key, width), widened(value, width)]
-    if kv.combined:
-        rows = _beside(kv, jnp.stack(planes, axis=2), parts)
-    else:
-        rows = jnp.stack(planes, axis=1)
+    rows = _beside(kv, jnp.stack(planes, axis=2), parts) if kv.combined else jnp.stack(planes, axis=1)
     if kv.scales is None:
         return _stored(kv, rows), None
     if not is_paired(kv):
