@@ -62,6 +62,7 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
         jnp.asarray(rng.standard_normal((case.tokens, spec.num_kv_heads, dim)), jnp.bfloat16)
         for dim in (spec.head_dim, spec.value_dim)
     )
+    key = key.at[0, 0, 0].set(1000)  # more than 8 bits hold, which are NaN unless they are clipped
     wanted = jax.jit(write)(kv, key, value, case.batch)
     context = AttentionContext(
         mesh=mesh, head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads), platform="tpu"
@@ -71,6 +72,7 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
     if key.shape == value.shape:
         pairs = jnp.stack([key, value], axis=2)
         found.append(jax.jit(partial(write_pairs, context=context))(kv, pairs, case.batch))
+    assert np.isfinite(np.asarray(wanted.pages, np.float32)).all()
     for one in found:
         assert one.pages.dtype == wanted.pages.dtype
         np.testing.assert_array_equal(
