@@ -228,12 +228,11 @@ class TestRings:
         ring, whole = programs["auto"], programs["whole"]
         sent = [one for one in ring.collectives if one.op == "collective-permute"]
         # Rows for queries, keys and values come from either side in halves, and one half of those opposite by each way.
-        # In the MLP half of a device's rows, and then their sums, pass three devices in either direction. So do the
-        # table's rows for half of a device's tokens.
-        attention, mlp, embedding = 2 * 2 + 2, 2 * 2 * 3, 2 * 3
+        # In the MLP half of a device's rows, and then their sums, pass three devices in either direction.
+        attention, mlp = 2 * 2 + 2, 2 * 2 * 3
         in_scan = LAYERS * (attention + mlp)
         expected = in_scan if ring.layers == "scan" else in_scan - mlp  # the last layer's MLP has one token
-        assert sum(one.count for one in sent) == embedding + expected + 1  # and the last token's row
+        assert sum(one.count for one in sent) == expected + 1  # and the last token's row
         assert all(one.in_background == one.count for one in sent)
         assert count(whole, "collective-permute") == 0
 
@@ -241,7 +240,7 @@ class TestRings:
         stream = PROMPT * HIDDEN * BF16
         assert result_bytes(programs["auto"], "all-reduce") < stream / 8
         assert result_bytes(programs["auto"], "all-gather") < stream / 8
-        sums = LAYERS - (programs["auto"].layers != "scan")  # of attention, but in the last layer
+        sums = LAYERS + (programs["auto"].layers == "scan")  # of the embedding, and of attention but in the last layer
         assert result_bytes(programs["auto"], "reduce-scatter") == sums * stream // 4
         assert result_bytes(programs["whole"], "all-reduce") >= (2 * (LAYERS - 1) + 1) * stream
 

@@ -124,9 +124,6 @@ def scattered_product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, r
 def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array:
     """Rows of an embedding table: [batch, seq, features], whose rows are cut.
 
-    The rows for the halves of a device's tokens go round the ring in opposite directions, and each device puts those
-    that its part of the table has in their place: nothing is added, and no device masks all tokens' rows.
-
     Args:
         table: [vocab, features], whose rows the devices share; the ring divides vocab.
         tokens: [batch, seq], indices into the table; the ring divides seq.
@@ -134,22 +131,10 @@ def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array
     """
 
     def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        here = jax.lax.axis_index(ring.axis)
-        places, rows = tokens - here * len(table), tokens.shape[1] // ring.size
-        half = rows // 2
-
-        def looked_up(device: jax.Array, number: int, others: jax.Array | int) -> jax.Array:
-            """The rows of half 0 or 1 of a device's tokens: this device's own, and `others`."""
-            begin = device % ring.size * rows + number * half
-            wanted = jax.lax.dynamic_slice_in_dim(places, begin, rows - half if number else half, 1)
-            own = (wanted >= 0) & (wanted < len(table))
-            return jnp.where(own[..., None], jnp.take(table, wanted, axis=0, mode="clip"), others)
-
-        halves = looked_up(here - 1, 0, 0), looked_up(here + 1, 1, 0)
-        for turn in range(2, ring.size + 1):
-            first, second = _both_ways(halves, ring)
-            halves = looked_up(here - turn, 0, first), looked_up(here + turn, 1, second)
-        return jnp.concatenate(halves, axis=1)
+        places = tokens - jax.lax.axis_index(ring.axis) * len(table)
+        own = (places >= 0) & (places < len(table))
+        found = jnp.take(table, places, axis=0, mode="clip")
+        return _scattered(jnp.where(own[..., None], found, 0), ring)
 
     specs = ring.kernel(2, 0), PartitionSpec(ring.batch or None)
     return ring.run(local, (table, tokens), specs, ring.cut_rows)
