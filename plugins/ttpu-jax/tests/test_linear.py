@@ -60,7 +60,7 @@ def test_an_engine_widens_one_kernel_after_another_where_the_processor_has_no_bf
     pool = llm.engine.runner.pool
     (key,) = (key for key in pool.keys if key[0] == "step" and key[1].tokens == WIDEN_ROWS)  # type: ignore[index]
     program = pool.executable(key)
-    assert ("f32[1024,128]" in program.as_text()) != native, "of gate and up"
+    assert ("f32[1024,128]" in program.as_text()) != native, "the kernel of gate and up"
     widened = 4 * sum(value.size for path, value in llm.engine.runner.params.items() if path.endswith(".kernel"))
     assert program.memory_analysis().temp_size_in_bytes < widened / 3
 

@@ -338,7 +338,9 @@ def test_pages_get_the_same_keys_and_values_in_pairs(
     monkeypatch.setattr(PagedCache, "takes_pairs", True)
     monkeypatch.setattr(PagedCache, "write_pairs", split)
     jax.clear_caches()
-    for one, other in zip(step(), expected, strict=True):
+    found_in_pairs = step()
+    jax.clear_caches()  # of what was traced with the stand-ins
+    for one, other in zip(found_in_pairs, expected, strict=True):
         np.testing.assert_array_equal(one, other)
     assert bool(written) == in_pairs
     if "biases" in name:

@@ -218,7 +218,7 @@ def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exist
 ) -> None:
     """The compiled step: weights and their gradients cross the links in bfloat16, and loops over layers are given
     float32 masters alone. v5e sums gradients in rings, and v6e leaves that to SparseCores."""
-    jax.clear_caches()  # else the program depends on what was traced before in this process
+    jax.clear_caches()  # so that nothing that was traced before in this process takes part
     layer = LayerSpec(replace(GQA, num_heads=8, num_kv_heads=4, head_dim=128, rope=replace(GQA.rope, rotary_dim=128)),
                       MLPSpec(256 * chips), NORM)  # fmt: skip
     spec = ArchitectureSpec("tiny", EmbeddingSpec(4096, 128 * chips), (layer,) * 6, NORM, HeadSpec(), 1024)
