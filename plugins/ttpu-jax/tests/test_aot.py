@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise, starmap
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -501,6 +502,28 @@ class TestCompile:
                 return x * float(jnp.arange(4.0).sum())
 
         assert compile_for(v5e, function, array(mesh, (8, 128))).output_bytes > 0
+
+    def test_a_program_is_the_same_after_torch_xla_has_turned_shardy_off(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        """Memory that begins unset, of which a device has an eighth: the other partitioner gives each device all of it."""
+
+        def filled(x: jax.Array) -> jax.Array:
+            def fill(step: Any, rows: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_index_in_dim(rows, x * step.astype(x.dtype), step, 0)
+
+            return jax.lax.fori_loop(0, 8, fill, jax.lax.empty((8, *x.shape), x.dtype))
+
+        def text() -> str:
+            return compile_for(v5e, filled, array(mesh, (1024, 256), "tensor")).hlo_text
+
+        expected = text()
+        assert "bf16[8,128,256]" in expected and "bf16[8,1024,256]" not in expected
+        option = "jax_use_shardy_partitioner"
+        before = getattr(jax.config, option)
+        jax.config.update(option, False)
+        try:
+            assert text() == expected
+        finally:
+            jax.config.update(option, before)
 
     @pytest.fixture
     def cache(self, tmp_path: Path) -> Iterator[Path]:

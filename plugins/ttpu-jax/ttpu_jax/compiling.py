@@ -1,14 +1,25 @@
-"""Compiles programs with those of our compiler options that the installed compiler knows."""
+"""Lowers programs for one partitioner, and compiles them with those of our options that the installed compiler knows."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from ttpu_jax.compiler_flags import CompilerOption, refused_option
+
+
+@contextmanager
+def partitioned_by_shardy() -> Iterator[None]:
+    """Trace, lower and compile, in this thread and for this time, with the Shardy partitioner. torch_xla turns it off for the whole
+    process when it calls JAX, and the older partitioner holds gradients that begin unset whole on every device."""
+    from jax._src import config  # the switch has no public form that is not global
+
+    with config.use_shardy_partitioner(True):
+        yield
 
 
 def compiled_with(lowered: jax.stages.Lowered, options: Mapping[str, CompilerOption]) -> jax.stages.Compiled:
@@ -22,7 +33,8 @@ def compiled_with(lowered: jax.stages.Lowered, options: Mapping[str, CompilerOpt
     known: Any = dict(options)  # Any: JAX's annotation omits numbers
     while True:
         try:
-            return lowered.compile(compiler_options=known)
+            with partitioned_by_shardy():
+                return lowered.compile(compiler_options=known)
         except jax.errors.JaxRuntimeError as error:
             refused = refused_option(str(error))
             if refused not in known:

@@ -43,8 +43,6 @@ SMALL: dict[str, Any] = {
 }
 LISTEN: list[Counter[str]] = []
 FLAGS = {name: os.environ.get(name, "") for name in VARIABLES}  # torch_xla adds to them later
-SHARDY = "jax_use_shardy_partitioner"  # torch_xla turns it off for the whole process, where it calls JAX
-PARTITIONER = getattr(jax.config, SHARDY)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,8 +105,7 @@ def run(executable: Any) -> float:
 
 @pytest.fixture
 def stored(folder: Path, unset: None) -> ExecutableCache:
-    """A store that holds the program, with the partitioner that another process has."""
-    jax.config.update(SHARDY, PARTITIONER)
+    """A store that holds the program."""
     kept = ExecutableCache(jax.devices()[:1])
     lowered = program().lower()
     assert kept.save(kept.key(lowered), lowered.compile(), {"peak": 7})
