@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,11 +13,15 @@ import pytest
 
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.spec.rope import RopeSpec
+from ttpu_jax.aot.compile import compile_for
+from ttpu_jax.aot.steps import inference_step
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.ops import trigonometry
 from ttpu_jax.ops.rope import rope_angles, rotate
 from ttpu_jax.params.initialize import random_parameters
-from ttpu_jax.params.placement import local_placement
+from ttpu_jax.params.placement import Placement, local_placement
 
 POSITIONS = jnp.arange(12, dtype=jnp.int32)[None] * 37
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -23,6 +29,33 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 
 def rope(dim: int, layout: str) -> RopeSpec:
     return RopeSpec(type="default", theta=10_000.0, rotary_dim=dim, layout=layout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("highest", [0.7, 100.0, 131_072.0, 1.6e7])
+def test_cos_and_sin_of_a_tpu_are_right_to_2e_7(highest: float) -> None:
+    """Compared with float64, at positions (whole radians) and between them, and next to each quarter turn."""
+    random = np.random.default_rng(0)
+    quarters = np.pi / 2 * random.integers(-highest / 2, highest / 2, 20_000, endpoint=True)
+    whole, between = np.round(random.uniform(0, highest, 20_000)), random.uniform(-highest, highest, 50_000)
+    angles = np.concatenate([[0.0, highest, -highest], quarters, whole, between]).astype(np.float32)
+    cos, sin = jax.jit(trigonometry._cos_and_sin)(angles)
+    np.testing.assert_allclose(cos, np.cos(angles.astype(np.float64)), rtol=0, atol=2e-7)
+    np.testing.assert_allclose(sin, np.sin(angles.astype(np.float64)), rtol=0, atol=2e-7)
+    assert cos[0] == 1 and sin[0] == 0
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("by_product", [False, True])
+def test_values_by_feature_turn_as_those_of_pairs(layout: str, dtype: Any, by_product: bool) -> None:
+    spec = replace(rope(12, layout), type="dynamic", factor=2.0, max_position_embeddings=64)
+    x = jax.random.normal(jax.random.key(0), (2, 12, 3, 32), dtype)
+    positions, lengths = jnp.concatenate([POSITIONS, POSITIONS + 5]), jnp.array([12, 500])
+    pairs = rope_angles(spec, positions, lengths)
+    features = rope_angles(spec, positions, lengths, by_feature=True)
+    assert pairs[0].shape == (2, 12, 6) and features[0].shape == features[1].shape == (2, 12, 12)
+    expected, turned = (rotate(x, *each, spec, by_product=by_product) for each in (pairs, features))
+    np.testing.assert_array_equal(turned.astype(np.float32), expected.astype(np.float32))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -100,3 +133,17 @@ def test_a_model_computes_the_same_with_products(model_type: str, monkeypatch: p
 
 def test_only_programs_for_tpus_have_products() -> None:
     assert not Runtime(local_placement(None)).rotates_by_product
+
+
+@pytest.mark.tpu_compile
+def test_a_tpu_computes_cos_and_sin_once_for_all_layers() -> None:
+    """Three layers of a prompt: quarter turns are counted in one fusion, and XLA's own cosine is in none."""
+    config = ModelConfig.from_dict({"model_type": "llama", **SMALL, "num_hidden_layers": 3, "head_dim": 128})
+    spec = default_registry().architecture(config).spec
+    topology = tpu_topology("v5e:1x1")
+    placement = Placement(make_mesh(topology, {"tensor": 1}))
+    runtime = Runtime(placement, ropes=different_ropes(spec.layers), dtype=BFLOAT16)
+    step = inference_step(spec, runtime, BFLOAT16, batch=1, tokens=64, context=64, stacked=False)
+    text = compile_for(topology, step.function, *step.arguments, donate_argnums=step.donated).hlo_text
+    assert "cosine(" not in text and "sine(" not in text
+    assert text.count("round-nearest-even(") == 6  # of three products, two sums, and what is left

@@ -68,9 +68,8 @@ class Attention(nnx.Module):
             x = with_whole_rows(x, self.runtime)  # once for several products
         pairs = in_ring and self._turns_pairs and isinstance(cache, PagedCache) and cache.takes_pairs
         query, own = self._project(x, step, pairs=pairs)
-        positions = step.query_positions
-        if step.last_only:
-            query, positions, x = query[:, -1:], positions[:, -1:], x[:, -1:]
+        positions = step.wanted.query_positions
+        x = x[:, -positions.shape[1] :]
         keys = others
         if isinstance(own, tuple):
             cache, keys = cache.write(*own)
@@ -93,7 +92,7 @@ class Attention(nnx.Module):
     def _project(
         self, x: jax.Array, step: Step, pairs: bool
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | jax.Array | None]:
-        """query [batch, seq, kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim] if this layer has its
+        """query [batch, seq (or 1 of the last token), kv_heads, q_per_kv, dim]; key and value [batch, kv_heads, seq, dim] if this layer has its
         own, or in one array [batch, seq, kv_heads, 2, dim] with `pairs`."""
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
@@ -107,10 +106,16 @@ class Attention(nnx.Module):
             if self.q_norm is not None and self.k_norm is not None:
                 heads = self.q_norm.with_last(heads, self.k_norm)
             both = self._position(heads, None, step)
-        query = self._position(fused[..., :group, :], self.q_norm, step) if both is None else both[..., :group, :]
-        query = query if ring is None else heads_outside(query, ring)
+        wanted = step.wanted
+        tokens = slice(-wanted.query_positions.shape[1], None)
+        if both is None:
+            query = self._position(fused[:, tokens, :, :group], self.q_norm, wanted)
+        else:
+            query = both[:, tokens, :, :group]
+        if ring is not None and not step.last_only:
+            query = heads_outside(query, ring)
         if spec.query_temperature is not None:
-            factor = query_factor(spec.query_temperature, step.query_positions)
+            factor = query_factor(spec.query_temperature, wanted.query_positions)
             query = (query * factor[:, :, None, None, None]).astype(query.dtype)
         if not own_keys:
             return query, None

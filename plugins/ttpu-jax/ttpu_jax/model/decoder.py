@@ -325,15 +325,18 @@ class Decoder(nnx.Module):
 
     def _angles(self, positions: jax.Array, lengths: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
         """cos and sin of each rope."""
+        by_feature = self.runtime.rotates_by_product
 
         @part(Part.ROPE)
         def angles() -> tuple[tuple[jax.Array, jax.Array], ...]:
-            return tuple(rope_angles(rope, positions, lengths) for rope in self.runtime.ropes)
+            return tuple(rope_angles(rope, positions, lengths, by_feature=by_feature) for rope in self.runtime.ropes)
 
+        if self.runtime.placement.platform == "tpu":
+            return jax.lax.optimization_barrier(angles())  # else XLA would compute them anew in every layer
         if self.runtime.placement.platform != "cpu":
             return angles()
-        # XLA:CPU would fuse them into every layer and compute them anew for each feature of each head. It fuses nothing
-        # out of a conditional; this one is always true, but not to the compiler.
+        # XLA:CPU would too, for each feature of each head, and ignores barriers. It fuses nothing out of a conditional;
+        # this one is always true, but not to the compiler.
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(angles))
         found: tuple[tuple[jax.Array, jax.Array], ...] = jax.lax.cond(lengths.max() > 0, angles, lambda: nothing)
         return found

@@ -161,7 +161,8 @@ def _run(
     layer = make(spec, Parameters(arrays, table), runtime)
     positions = _positions(jax.tree.leaves(stream)[0])
     lengths = positions.max(axis=1) + 1
-    angles = tuple(rope_angles(rope, positions, lengths) for rope in runtime.ropes)
+    by_feature = runtime.rotates_by_product
+    angles = tuple(rope_angles(rope, positions, lengths, by_feature=by_feature) for rope in runtime.ropes)
     stream, _, keys = run_layer(layer, stream, Step(positions, angles), NoCache(positions), inputs)
     return stream, keys
 

@@ -118,7 +118,7 @@ class Step:
     """The values that all layers share in one forward pass, independent of the cache.
 
     query_positions: [batch, seq], negative for padding.
-    angles: cos and sin for each of the runtime's ropes.
+    angles: cos and sin for each of the runtime's ropes, by feature if the runtime rotates by product.
     adapters: int32 [tokens], the LoRA adapter of each token, 0 for none; None where there are none.
     segments: int32 [batch, seq], the sequence that each token belongs to where a row holds several, from 1; 0 for
         padding; None where each row holds one.
@@ -137,6 +137,15 @@ class Step:
     def valid(self) -> jax.Array:
         """bool [batch, seq], true for tokens that are not padding."""
         return self.query_positions >= 0
+
+    @property
+    def wanted(self) -> Step:
+        """The step of the tokens for which a layer's output is wanted."""
+        if not self.last_only:
+            return self
+        angles = tuple((cos[:, -1:], sin[:, -1:]) for cos, sin in self.angles)
+        segments = None if self.segments is None else self.segments[:, -1:]
+        return replace(self, query_positions=self.query_positions[:, -1:], angles=angles, segments=segments)
 
     @property
     def starts(self) -> jax.Array | None:

@@ -9,9 +9,13 @@ import numpy as np
 
 from ttpu_core.spec.rope import RopeSpec, dynamic_base, inverse_frequencies
 
+from .trigonometry import cos_and_sin
 
-def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin: [batch, seq, rotary_dim / 2] in float32.
+
+def rope_angles(
+    spec: RopeSpec, positions: jax.Array, lengths: jax.Array, *, by_feature: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin: [batch, seq, rotary_dim / 2] in float32, or with `by_feature` [batch, seq, rotary_dim].
 
     If frequencies depend on the length (dynamic, longrope), each sequence has its own frequencies. A prompt's result
     therefore does not depend on the rest of the batch, nor on the chunks in which it is read.
@@ -20,10 +24,14 @@ def rope_angles(spec: RopeSpec, positions: jax.Array, lengths: jax.Array) -> tup
         spec: the rope.
         positions: [batch, seq].
         lengths: [batch], the number of tokens of each whole sequence.
+        by_feature: give each feature the values of its pair, as products with them read it.
     """
     frequencies, scale = _frequencies(spec, lengths)
+    if by_feature:
+        frequencies = _by_feature(frequencies, spec)
     angles = positions[..., None].astype(jnp.float32) * frequencies * spec.sign
-    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    cos, sin = cos_and_sin(angles)
+    return cos * scale, sin * scale
 
 
 def rotate(
@@ -33,8 +41,8 @@ def rotate(
 
     Args:
         x: [batch, seq, ..., head_dim].
-        cos: [batch, seq, rotary_dim / 2].
-        sin: [batch, seq, rotary_dim / 2].
+        cos: [batch, seq, rotary_dim / 2], or by feature: [batch, seq, rotary_dim].
+        sin: as cos.
         spec: the rope.
         by_product: swap the features of each pair by a product with a signed permutation, which for a TPU is one
             operation where slices are many small ones. In bfloat16 the result is the same to the last bit; in other
@@ -43,6 +51,7 @@ def rotate(
     if by_product and x.dtype == jnp.bfloat16:
         return _rotate_by_product(x, cos, sin, spec)
     between = (1,) * (x.ndim - 3)
+    cos, sin = (_by_pair(t, spec) for t in (cos, sin))
     cos, sin = (t.reshape(*t.shape[:2], *between, t.shape[-1]) for t in (cos, sin))
     turned, kept = x[..., : spec.rotary_dim].astype(jnp.float32), x[..., spec.rotary_dim :]
     if spec.layout == "half":
@@ -62,18 +71,31 @@ def _rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array, spec: RopeS
     swap = np.zeros((features, features), np.float32)
     swap[second, first], swap[first, second] = -1.0, 1.0
 
-    def wide(of_pairs: jax.Array, kept: float) -> jax.Array:
-        """[batch, seq, ..., features] of values of pairs [batch, seq, pairs], and what kept features have."""
-        if spec.layout == "half":
-            turned = jnp.concatenate([of_pairs, of_pairs], axis=-1)
-        else:
-            turned = jnp.repeat(of_pairs, 2, axis=-1)
+    def wide(turned: jax.Array, kept: float) -> jax.Array:
+        """[batch, seq, ..., features] of values of pairs or of turned features, and what kept features have."""
+        if turned.shape[-1] != spec.rotary_dim:
+            turned = _by_feature(turned, spec)
         padding = [(0, 0), (0, 0), (0, features - spec.rotary_dim)]
         whole = jnp.pad(turned, padding, constant_values=kept)
         return whole.reshape(*whole.shape[:2], *(1,) * (x.ndim - 3), features)
 
     swapped = jnp.matmul(x, jnp.asarray(swap, x.dtype), preferred_element_type=jnp.float32)
     return (x.astype(jnp.float32) * wide(cos, 1.0) + swapped * wide(sin, 0.0)).astype(x.dtype)
+
+
+def _by_feature(of_pairs: jax.Array, spec: RopeSpec) -> jax.Array:
+    """[..., rotary_dim] of values of pairs [..., rotary_dim / 2]."""
+    if spec.layout == "half":
+        return jnp.concatenate([of_pairs, of_pairs], axis=-1)
+    return jnp.repeat(of_pairs, 2, axis=-1)
+
+
+def _by_pair(values: jax.Array, spec: RopeSpec) -> jax.Array:
+    """The inverse of `_by_feature`. Values of pairs are returned as they are."""
+    pairs = spec.rotary_dim // 2
+    if values.shape[-1] == pairs:
+        return values
+    return values[..., :pairs] if spec.layout == "half" else values[..., ::2]
 
 
 def _frequencies(spec: RopeSpec, lengths: jax.Array) -> tuple[jax.Array, jax.Array | float]:
