@@ -504,7 +504,7 @@ class TestCompile:
         assert compile_for(v5e, function, array(mesh, (8, 128))).output_bytes > 0
 
     def test_a_program_is_the_same_after_torch_xla_has_turned_shardy_off(self, v5e: TpuTopology, mesh: Mesh) -> None:
-        """Memory that begins unset, of which a device has an eighth: the other partitioner gives each device all of it."""
+        """A device has an eighth of memory that begins unset. The other partitioner gives it all of it."""
 
         def filled(x: jax.Array) -> jax.Array:
             def fill(step: Any, rows: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Lowers programs for one partitioner, and compiles them with those of our options that the installed compiler knows."""
+"""Lowers programs for one partitioner, and compiles them with our options, as far as the compiler knows them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ttpu_jax.compiler_flags import CompilerOption, refused_option
 
 @contextmanager
 def partitioned_by_shardy() -> Iterator[None]:
-    """Trace, lower and compile, in this thread and for this time, with the Shardy partitioner. torch_xla turns it off for the whole
-    process when it calls JAX, and the older partitioner holds gradients that begin unset whole on every device."""
+    """Trace, lower and compile with the Shardy partitioner, in this thread and for this time. torch_xla turns it off for
+    the whole process when it calls JAX, and the older partitioner holds gradients that begin unset whole on every
+    device."""
     from jax._src import config  # the switch has no public form that is not global
 
     with config.use_shardy_partitioner(True):
