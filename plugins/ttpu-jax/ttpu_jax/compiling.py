@@ -14,8 +14,8 @@ from ttpu_jax.compiler_flags import CompilerOption, refused_option
 
 @contextmanager
 def partitioned_by_shardy() -> Iterator[None]:
-    """Trace, lower and compile with the Shardy partitioner, in this thread and for this time. torch_xla turns it off for
-    the whole process when it calls JAX, and the older partitioner holds gradients that begin unset whole on every
+    """Trace, lower and compile with the Shardy partitioner, in this thread and for this time. torch_xla turns it off
+    for the whole process when it calls JAX, and the older partitioner holds gradients that begin unset whole on every
     device."""
     from jax._src import config  # the switch has no public form that is not global
 

@@ -92,8 +92,8 @@ class Attention(nnx.Module):
     def _project(
         self, x: jax.Array, step: Step, pairs: bool
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | jax.Array | None]:
-        """query [batch, wanted, kv_heads, q_per_kv, dim] of the wanted tokens; key and value [batch, kv_heads, seq, dim]
-        if this layer has its own, or in one array [batch, seq, kv_heads, 2, dim] with `pairs`."""
+        """query [batch, wanted, kv_heads, q_per_kv, dim] of wanted tokens; key and value [batch, kv_heads, seq, dim] if
+        this layer has its own, or in one array [batch, seq, kv_heads, 2, dim] with `pairs`."""
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
