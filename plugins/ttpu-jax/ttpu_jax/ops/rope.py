@@ -42,7 +42,7 @@ def rotate(
     Args:
         x: [batch, seq, ..., head_dim].
         cos: [batch, seq, rotary_dim / 2], or by feature: [batch, seq, rotary_dim].
-        sin: as cos.
+        sin: [batch, seq, rotary_dim / 2], or by feature as cos is.
         spec: the rope.
         by_product: swap the features of each pair by a product with a signed permutation, which for a TPU is one
             operation where slices are many small ones. In bfloat16 the result is the same to the last bit; in other
