@@ -15,6 +15,7 @@ from ttpu_core.spec.rope import RopeSpec
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.model import attention
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops import trigonometry
@@ -102,8 +103,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 
+@pytest.mark.parametrize("few_rows", [0, 512])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_model_computes_the_same_with_products(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_computes_the_same_with_products(
+    model_type: str, few_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few rows values are turned with queries and keys, and taken as they were."""
+    monkeypatch.setattr(attention, "FEW_ROWS", few_rows)
     config = ModelConfig.from_dict({"model_type": model_type, **SMALL, **CONFIGS[model_type]})
     spec = default_registry().architecture(config).spec
     placement = local_placement(None)
@@ -125,7 +131,8 @@ def test_a_model_computes_the_same_with_products(model_type: str, monkeypatch: p
     sliced, dots = logits(), products()
     monkeypatch.setattr(Runtime, "rotates_by_product", True)
     jax.clear_caches()  # layers that were traced
-    np.testing.assert_array_equal(logits(), sliced)
+    # XLA:CPU leaves out the rounding between Qwen3's norms and what is multiplied by a cosine, though not by a matrix.
+    np.testing.assert_allclose(logits(), sliced, rtol=0, atol=0.004 if model_type == "qwen3" else 0)
     apart = model_type in ("olmo2", "hunyuan_v1_dense")
     assert products() - dots == (2 if apart else 1)  # of a layer that is traced once
 

@@ -18,6 +18,7 @@ from ttpu_jax.compiling import compiled_with
 from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
+PREFETCHES = "xla_tpu_async_copy_bandwidth_scaling_factor"
 SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
 
@@ -33,6 +34,15 @@ def test_every_tpu_program_shares_the_code_of_equal_operations(monkeypatch: pyte
     assert program_options("tpu") == engine_options("tpu") == {}
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_DEFAULT")
     assert engine_options("cpu") == {}
+
+
+def test_prefetches_of_a_v5e_leave_bandwidth_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In programs of generation, not in those of an engine or in training, nor where the environment sets it."""
+    assert {name for name, chip in CHIPS.items() if PREFETCHES in program_options("tpu", chip)} == {"v5e"}
+    assert PREFETCHES not in program_options("tpu") and program_options("cpu", CHIPS["v5e"]) == {}
+    assert PREFETCHES not in engine_options("tpu") and PREFETCHES not in training_options("tpu", CHIPS["v5e"])
+    monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{PREFETCHES}=1")
+    assert PREFETCHES not in program_options("tpu", CHIPS["v5e"])
 
 
 def test_an_unknown_tpu_has_those_of_every_tpu() -> None:
@@ -69,7 +79,7 @@ def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> N
 def test_libtpu_knows_the_options_of_each_chip(name: str) -> None:
     topology = tpu_topology(CHIPS[name].example)
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=_whole(topology))
-    options = training_options("tpu", topology.chip)
+    options = training_options("tpu", topology.chip) | program_options("tpu", topology.chip)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes

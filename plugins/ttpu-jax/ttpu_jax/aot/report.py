@@ -27,7 +27,7 @@ from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown, PartCost
 from ttpu_jax.aot.steps import AbstractProgram, Task, inference_step, train_step
 from ttpu_jax.aot.topology import TpuTopology, make_mesh, tpu_topology
-from ttpu_jax.compiler_flags import training_options
+from ttpu_jax.compiler_flags import program_options, training_options
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
@@ -235,7 +235,7 @@ def compile_report(
         step.function,
         *step.arguments,
         donate_argnums=step.donated,
-        compiler_options=training_options("tpu", topology.chip) if task == "train" else None,
+        compiler_options=(training_options if task == "train" else program_options)("tpu", topology.chip),
     )
     return reported(
         program,

@@ -87,6 +87,8 @@ class Programs:
         self.compile_seconds = 0.0
         self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
+        placement = model.runtime.placement
+        self._options = program_options(placement.platform, placement.chip)
 
     @property
     def repeats_rows(self) -> bool:
@@ -283,7 +285,7 @@ class Programs:
             began = time.perf_counter()
             with partitioned_by_shardy():
                 lowered = self._jit(function, arguments[0], out).lower(self._params, *arguments)
-            program = compiled_with(lowered, program_options(self.runtime.placement.platform))
+            program = compiled_with(lowered, self._options)
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1

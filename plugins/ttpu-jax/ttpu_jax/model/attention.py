@@ -27,6 +27,9 @@ from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
+FEW_ROWS = 512
+"""Of so many rows of a step, and of fewer, each operation on heads takes a TPU about the same time."""
+
 
 class Attention(nnx.Module):
     """Grouped-query attention over a sequence or a cache."""
@@ -102,10 +105,7 @@ class Attention(nnx.Module):
         # Of few tokens queries and keys are normed and turned together. Of many, whose rows a ring exchanges, slices of
         # the result would be copied.
         if own_keys and self.runtime.rotates_by_product and self._normed_alike and ring is None:
-            heads = fused[..., : group + 1, :]
-            if self.q_norm is not None and self.k_norm is not None:
-                heads = self.q_norm.with_last(heads, self.k_norm)
-            both = self._position(heads, None, step)
+            both = self._turned_together(fused, step)
         wanted = step.wanted
         tokens = slice(-wanted.query_positions.shape[1], None)
         if both is None:
@@ -124,12 +124,33 @@ class Attention(nnx.Module):
             both = self._position(fused[..., group:, :], None, step)
             return query, jnp.where(jnp.arange(2)[:, None] == 0, both, fused[..., group:, :])
         key = fused[..., group, :]
-        value = key if spec.value_is_key else self.value(x) if self.value else fused[..., group + 1, :]
+        if spec.value_is_key:
+            value = key
+        elif self.value is not None:
+            value = self.value(x)
+        else:
+            value = (fused if both is None or both.shape[-2] == group + 1 else both)[..., group + 1, :]
         if spec.value_scale != 1.0:
             value = value * spec.value_scale
         value = self._clip(maybe(self.v_norm, value))
         turned = self._position(key, self.k_norm, step) if both is None else both[..., group, :]
         return query, (_heads_first(turned), _heads_first(value))
+
+    def _turned_together(self, fused: jax.Array, step: Step) -> jax.Array:
+        """Queries and keys of fused [batch, seq, kv_heads, slots, dim], normed and turned in the same operations:
+        [batch, seq, kv_heads, q_per_kv + 1, dim].
+
+        Of few rows that hold values too, values are turned with them and taken as they were, [batch, seq, kv_heads,
+        q_per_kv + 2, dim]. Then a TPU takes nothing apart before the end, where keys and values are one operation: a
+        layer of a decode step has four operations less."""
+        key, _, values_follow = fused_slots(self.spec)
+        with_values = values_follow and fused.shape[0] * fused.shape[1] <= FEW_ROWS
+        heads = fused if with_values else fused[..., : key + 1, :]
+        normed = heads
+        if self.q_norm is not None and self.k_norm is not None:
+            normed = self.q_norm.but_for(key, self.k_norm, heads)
+        turned = self._position(normed, None, step)
+        return jnp.where(jnp.arange(key + 2)[:, None] <= key, turned, heads) if with_values else turned
 
     @property
     def _normed_alike(self) -> bool:
@@ -144,9 +165,9 @@ class Attention(nnx.Module):
         """Whether rope is all that is done to keys alone, so that values, which lie behind them, may be turned too and
         taken as they were."""
         spec = self.spec
-        separate = self.value is not None or spec.value_is_key or spec.kv_from_layer is not None
+        _, _, values_follow = fused_slots(spec)
         others = (self.k_norm, self.v_norm, spec.clip_qkv)
-        return not separate and spec.value_scale == 1.0 and all(one is None for one in others)
+        return bool(values_follow) and spec.value_scale == 1.0 and all(one is None for one in others)
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""
@@ -168,9 +189,10 @@ class Attention(nnx.Module):
         x = self._clip(x if after else maybe(norm, x))
         if rope is not None and rope.type != "none":
             cos, sin = step.angles[self.runtime.ropes.index(rope)]
-            parts = x.reshape(*x.shape[:-1], self.spec.maps, self.spec.map_dim)
+            # With a dimension of one map XLA:TPU would copy what the product of a rope reads.
+            maps = x if self.spec.maps == 1 else x.reshape(*x.shape[:-1], self.spec.maps, self.spec.map_dim)
             with part(Part.ROPE):
-                x = rotate(parts, cos, sin, rope, by_product=self.runtime.rotates_by_product).reshape(x.shape)
+                x = rotate(maps, cos, sin, rope, by_product=self.runtime.rotates_by_product).reshape(x.shape)
         return maybe(norm, x) if after else x
 
     def _one_map_each(self, query: jax.Array) -> jax.Array:

@@ -201,14 +201,14 @@ class Norm(nnx.Module):
         return same and of_heads and self.over == 1
 
     @part(Part.NORM)
-    def with_last(self, x: jax.Array, of_last: Norm) -> jax.Array:
-        """Norm x [..., heads, features], the last head by `of_last`, which is like this one: the same shape."""
-        is_last = jnp.arange(x.shape[-2])[:, None] == x.shape[-2] - 1
+    def but_for(self, head: int, other: Norm, x: jax.Array) -> jax.Array:
+        """Norm x [..., heads, features], one head by another norm, which is like this one: the same shape."""
+        is_other = jnp.arange(x.shape[-2])[:, None] == head
         scale, bias = (
-            None if one is None else jnp.where(is_last, last, one)
-            for one, last in (
-                (value_of(self.scale), value_of(of_last.scale)),
-                (value_of(self.bias), value_of(of_last.bias)),
+            None if one is None else jnp.where(is_other, others, one)
+            for one, others in (
+                (value_of(self.scale), value_of(other.scale)),
+                (value_of(self.bias), value_of(other.bias)),
             )
         )
         return normalize(x, self.spec, scale, bias, features=self.features)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.sharding.hardware import Chip, chip_of_device_kind
 from ttpu_core.sharding.parallelism import Parallelism, check_devices, resolve_parallelism
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
 from ttpu_core.spec import Parameter
@@ -32,6 +33,11 @@ class Placement:
     def platform(self) -> str:
         """cpu, tpu or gpu: the platform of the mesh's devices, else of the default device."""
         return self.devices[0].platform
+
+    @property
+    def chip(self) -> Chip | None:
+        """The TPU generation of the devices; None for other devices, and for TPUs that are not known."""
+        return chip_of_device_kind(self.devices[0].device_kind)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

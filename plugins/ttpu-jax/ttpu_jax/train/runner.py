@@ -16,7 +16,6 @@ from jax.experimental import multihost_utils
 
 from ttpu_core.errors import RequestError
 from ttpu_core.mapping import pad_mapping, stack_layers
-from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.training_state import ADAMW, Recomputation
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import stacked_parameters
@@ -125,7 +124,7 @@ class JaxTrainRunner:
             self.optimizer_state = jax.jit(self._step.init, out_shardings=self._state_shardings)(self.params)
         else:
             self.optimizer_state = first_state(state)
-        chip = chip_of_device_kind(programs.runtime.placement.devices[0].device_kind)
+        chip = programs.runtime.placement.chip
         self.peak_flops = chip.bf16_flops if chip is not None and dtype.name == "bfloat16" else None
         self._programs: dict[Any, Any] = {}
         self._compiled_bytes: int | None = None
@@ -514,5 +513,4 @@ class JaxTrainRunner:
         jitted = jax.jit(update, donate_argnums=(0, 1), in_shardings=given, out_shardings=held)
         with partitioned_by_shardy():
             lowered = jitted.lower(self.params, self.optimizer_state, batch, number)
-        chip = chip_of_device_kind(placement.devices[0].device_kind)
-        return compiled_with(lowered, training_options(placement.platform, chip))
+        return compiled_with(lowered, training_options(placement.platform, placement.chip))
