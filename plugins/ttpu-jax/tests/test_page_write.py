@@ -71,7 +71,9 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
     found = [jax.jit(partial(write, context=context))(kv, key, value, case.batch)]
     if key.shape == value.shape:
         pairs = jnp.stack([key, value], axis=2)
-        found.append(jax.jit(partial(write_pairs, context=context))(kv, pairs, case.batch))
+        for outside in (False, True):
+            of_pairs = jax.jit(partial(write_pairs, context=context, heads_outside=outside))
+            found.append(of_pairs(kv, pairs, case.batch))
     assert np.isfinite(np.asarray(wanted.pages, np.float32)).all()
     for one in found:
         assert one.pages.dtype == wanted.pages.dtype

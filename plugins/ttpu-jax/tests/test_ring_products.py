@@ -304,21 +304,28 @@ class TestOnTPUs:
 
 
 @pytest.mark.parametrize(
-    ("name", "in_pairs"),
+    ("stream", "name", "in_pairs"),
     [
-        ("fewer KV heads than devices, with biases", True),
-        ("norms behind the sub-layers too, and soft caps", True),
-        ("norms of heads and an MLP without a gate", False),
-        ("values of another size and gates of features", False),
+        ("rings", "fewer KV heads than devices, with biases", True),
+        ("rings", "norms behind the sub-layers too, and soft caps", True),
+        ("rings", "norms of heads and an MLP without a gate", False),
+        ("rings", "values of another size and gates of features", False),
+        ("whole", "fewer KV heads than devices, with biases", True),
+        ("whole", "norms of each head", True),
+        ("whole", "norms of heads and an MLP without a gate", False),
+        ("whole", "values of another size and gates of features", False),
     ],
 )
 def test_pages_get_the_same_keys_and_values_in_pairs(
-    name: str, in_pairs: bool, monkeypatch: pytest.MonkeyPatch
+    stream: StreamForm, name: str, in_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a value that is infinite, which must not be multiplied by the sine of 0."""
-    spec = architecture(*(LAYERS[name],) * 2)
+    """Also a value that is infinite, which must not be multiplied by the sine of 0. Rows that no ring exchanges are
+    those of a TPU: queries, keys and values are turned together."""
+    monkeypatch.setattr(Runtime, "rotates_by_product", stream == "whole")
+    of_each_head = LayerSpec(AttentionSpec(8, 4, 8, rope=ROPE, q_norm=NORM, k_norm=NORM), MLPSpec(16), NORM)
+    spec = architecture(*((LAYERS | {"norms of each head": of_each_head})[name],) * 2)
     case = ragged([3, 7, 6], [3, 7, 6], tokens=16)
-    found = Model(spec, "tensor=4")
+    found = Model(spec, "tensor=4", stream)
     layout, written = paged_layout(found.spec, 64), []
     for path, bias in found.params.items():
         if path.endswith("qkv.bias"):  # [kv_heads, slots, head_dim], values last
@@ -347,11 +354,11 @@ def test_pages_get_the_same_keys_and_values_in_pairs(
         assert np.isinf(expected[0]).any()
 
 
-def test_only_pages_for_the_kernel_of_a_ring_take_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pages_that_the_kernel_writes_take_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, batch = AttentionSpec(8, 4, 128), ragged([3], [3]).batch
     for platform, dtype, in_ring, kernels, takes in [
         ("tpu", jnp.bfloat16, True, True, True),
-        ("tpu", jnp.bfloat16, False, True, False),
+        ("tpu", jnp.bfloat16, False, True, True),
         ("tpu", jnp.bfloat16, True, False, False),
         ("tpu", jnp.int8, True, True, False),
         ("cpu", jnp.bfloat16, True, True, False),

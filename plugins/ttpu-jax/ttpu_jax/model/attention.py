@@ -69,8 +69,7 @@ class Attention(nnx.Module):
         in_ring = self._ring(x) is not None
         if not in_ring:
             x = with_whole_rows(x, self.runtime)  # once for several products
-        pairs = in_ring and self._turns_pairs and isinstance(cache, PagedCache) and cache.takes_pairs
-        query, own = self._project(x, step, pairs=pairs)
+        query, own = self._project(x, step, pairs=isinstance(cache, PagedCache) and cache.takes_pairs)
         positions = step.wanted.query_positions
         x = x[:, -positions.shape[1] :]
         keys = others
@@ -96,7 +95,8 @@ class Attention(nnx.Module):
         self, x: jax.Array, step: Step, pairs: bool
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | jax.Array | None]:
         """query [batch, wanted, kv_heads, q_per_kv, dim] of wanted tokens; key and value [batch, kv_heads, seq, dim] if
-        this layer has its own, or in one array [batch, seq, kv_heads, 2, dim] with `pairs`."""
+        this layer has its own, or with `pairs` in one array [batch, seq, kv_heads, 2, dim] if that takes nothing
+        more."""
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
@@ -119,10 +119,13 @@ class Attention(nnx.Module):
             query = (query * factor[:, :, None, None, None]).astype(query.dtype)
         if not own_keys:
             return query, None
-        if pairs:
+        if pairs and self._keeps_values:
             # Keys and values lie beside one another, as pages hold them.
-            both = self._position(fused[..., group:, :], None, step)
-            return query, jnp.where(jnp.arange(2)[:, None] == 0, both, fused[..., group:, :])
+            if both is not None and both.shape[-2] == group + 2:
+                return query, both[..., group:, :]
+            if ring is not None and self.k_norm is None:
+                turned = self._position(fused[..., group:, :], None, step)
+                return query, jnp.where(jnp.arange(2)[:, None] == 0, turned, fused[..., group:, :])
         key = fused[..., group, :]
         if spec.value_is_key:
             value = key
@@ -161,13 +164,12 @@ class Attention(nnx.Module):
         return not self.spec.qk_norm_after_rope and query.is_like(key)
 
     @property
-    def _turns_pairs(self) -> bool:
-        """Whether rope is all that is done to keys alone, so that values, which lie behind them, may be turned too and
-        taken as they were."""
+    def _keeps_values(self) -> bool:
+        """Whether values, which lie behind keys, are those that the kernel gives."""
         spec = self.spec
         _, _, values_follow = fused_slots(spec)
-        others = (self.k_norm, self.v_norm, spec.clip_qkv)
-        return bool(values_follow) and spec.value_scale == 1.0 and all(one is None for one in others)
+        as_they_are = self.v_norm is None and spec.clip_qkv is None and spec.value_scale == 1.0
+        return bool(values_follow) and as_they_are
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""

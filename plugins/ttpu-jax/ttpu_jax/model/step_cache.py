@@ -340,14 +340,14 @@ class PagedCache:
     @property
     def takes_pairs(self) -> bool:
         """Whether `write_pairs` writes a step's keys and values in fewer operations than `write`."""
-        pages, by_kernel = self.held, self.in_ring and self.kernels
+        pages, by_kernel = self.held, self.kernels and self.placement.platform == "tpu"
         return by_kernel and isinstance(pages, PagedKV) and bool(pages.combined) and pages.scales is None
 
     @part(Part.CACHE)
     def write_pairs(self, pairs: jax.Array) -> tuple[PagedCache, Keys]:
         """`write` for pairs [1, tokens, kv_heads, 2, head_dim] of a key and a value, where this cache takes them."""
         context = _pages_context(self.placement, pairs.shape[2])
-        pages = write_pairs(self.held, pairs[0], self.batch, context)
+        pages = write_pairs(self.held, pairs[0], self.batch, context, heads_outside=self.in_ring)
         return replace(self, held=pages), PagedKeys(pages, self.batch)
 
     @part(Part.ATTENTION)

@@ -60,11 +60,20 @@ def write(
     return replace(kv, pages=pages, scales=kept)
 
 
-def write_pairs(kv: PagedKV, pairs: jax.Array, batch: RaggedBatch, context: AttentionContext) -> PagedKV:
-    """The pages with each token's pair of a key and a value, pairs [tokens, kv_heads, 2, dim], in its slot. A kernel
-    for TPUs writes them. The pages are combined and have no scales; tokens of the pairs lie within heads
-    (`ttpu_jax.ops.matmul.rings`). Stacking keys and values takes a TPU three operations, which pairs leave out."""
-    return replace(kv, pages=_by_kernel(kv, rows_of_pairs(kv, pairs), batch, context, heads_outside=True))
+def write_pairs(
+    kv: PagedKV, pairs: jax.Array, batch: RaggedBatch, context: AttentionContext, *, heads_outside: bool
+) -> PagedKV:
+    """The pages with each token's pair of a key and a value in its slot, written by a kernel for TPUs. Stacking keys
+    and values takes a TPU three operations, which pairs leave out.
+
+    Args:
+        kv: the layer's pages, which are combined and have no scales.
+        pairs: [tokens, kv_heads, 2, dim].
+        batch: the flat batch.
+        context: the mesh and the axes that shard KV heads.
+        heads_outside: pairs are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
+    """
+    return replace(kv, pages=_by_kernel(kv, rows_of_pairs(kv, pairs), batch, context, heads_outside))
 
 
 def _whole_rows(kv: PagedKV) -> bool:
