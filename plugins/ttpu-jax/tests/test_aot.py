@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import OVERLAP_COLLECTIVES
+from ttpu_jax.runner.compilation import Program
 
 GROUP = "replica_groups={{0,1,2,3}}"
 
@@ -349,6 +351,17 @@ def mesh(v5e: TpuTopology) -> Mesh:
     return make_mesh(v5e, {"tensor": 8})
 
 
+@contextmanager
+def without_shardy() -> Iterator[None]:
+    """The process as torch_xla leaves it."""
+    before = jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
 def array(mesh: Mesh, shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
 
@@ -517,13 +530,10 @@ class TestCompile:
 
         expected = text()
         assert "bf16[8,128,256]" in expected and "bf16[8,1024,256]" not in expected
-        option = "jax_use_shardy_partitioner"
-        before = getattr(jax.config, option)
-        jax.config.update(option, False)
-        try:
+        with without_shardy():
             assert text() == expected
-        finally:
-            jax.config.update(option, before)
+            program = Program("filled", filled, (array(mesh, (1024, 256), "tensor"),))  # of an engine
+            assert "sdy." in program.lower().as_text()
 
     @pytest.fixture
     def cache(self, tmp_path: Path) -> Iterator[Path]:

@@ -109,7 +109,7 @@ def test_a_model_computes_the_same_with_products(
     model_type: str, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of few rows values are turned with queries and keys, and taken as they were."""
-    monkeypatch.setattr(attention, "FEW_ROWS", few_rows)
+    monkeypatch.setattr(attention, "TURNS_VALUES_TO", few_rows)
     config = ModelConfig.from_dict({"model_type": model_type, **SMALL, **CONFIGS[model_type]})
     spec = default_registry().architecture(config).spec
     placement = local_placement(None)

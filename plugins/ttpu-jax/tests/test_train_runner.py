@@ -22,6 +22,8 @@ import ttpu
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
+from ttpu_jax.compiling import compiled_with
+from ttpu_jax.train import runner as train_runner
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.adapters import AdapterSettings
@@ -115,6 +117,26 @@ def test_every_stage_trains_as_one_device(
 ) -> None:
     one = runner(checkpoint, mesh, zero_stage=stage, accumulation=accumulation)
     np.testing.assert_allclose(trained(one, 0, 4), plain[0][:4], rtol=1e-5)
+
+
+def test_updates_are_lowered_for_shardy_after_torch_xla_has_turned_it_off(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+
+    def compiled(program: jax.stages.Lowered, options: Any) -> jax.stages.Compiled:
+        texts.append(program.as_text())
+        return compiled_with(program, options)
+
+    monkeypatch.setattr(train_runner, "compiled_with", compiled)
+    one, option = runner(checkpoint, "fsdp=2"), "jax_use_shardy_partitioner"
+    before = getattr(jax.config, option)
+    jax.config.update(option, False)
+    try:
+        trained(one, 0, 1)
+    finally:
+        jax.config.update(option, before)
+    assert len(texts) == 1 and "sdy.sharding" in texts[0]
 
 
 @pytest.fixture(scope="module")

@@ -13,29 +13,35 @@ from ttpu_jax.compiler_flags import CompilerOption, refused_option
 
 
 @contextmanager
-def partitioned_by_shardy() -> Iterator[None]:
-    """Trace, lower and compile with the Shardy partitioner, in this thread and for this time. torch_xla turns it off
-    for the whole process when it calls JAX, and the older partitioner holds gradients that begin unset whole on every
-    device."""
+def _partitioned_by_shardy() -> Iterator[None]:
+    """Use the Shardy partitioner, in this thread and for this time. torch_xla turns it off for the whole process when
+    it calls JAX, and the older partitioner holds gradients that begin unset whole on every device."""
     from jax._src import config  # the switch has no public form that is not global
 
     with config.use_shardy_partitioner(True):
         yield
 
 
-def compiled_with(lowered: jax.stages.Lowered, options: Mapping[str, CompilerOption]) -> jax.stages.Compiled:
+def lower(jitted: Any, *arguments: Any) -> jax.stages.Lowered:
+    """Trace a function under `jax.jit` for arguments, abstract ones or arrays, and lower it for Shardy."""
+    with _partitioned_by_shardy():
+        found: jax.stages.Lowered = jitted.lower(*arguments)
+    return found
+
+
+def compiled_with(program: jax.stages.Lowered, options: Mapping[str, CompilerOption]) -> jax.stages.Compiled:
     """The program of a lowered function. An option that the compiler does not know, as another release of libtpu may
     not, is left out with a warning.
 
     Args:
-        lowered: what is compiled.
+        program: what is compiled.
         options: XLA options by name.
     """
     known: Any = dict(options)  # Any: JAX's annotation omits numbers
     while True:
         try:
-            with partitioned_by_shardy():
-                return lowered.compile(compiler_options=known)
+            with _partitioned_by_shardy():
+                return program.compile(compiler_options=known)
         except jax.errors.JaxRuntimeError as error:
             refused = refused_option(str(error))
             if refused not in known:

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from ttpu import LLM, SamplingParams
 from ttpu_jax.compiler_flags import VARIABLES, compiler_flags
+from ttpu_jax.compiling import compiled_with
 from ttpu_jax.runner import executable_cache as store
 from ttpu_jax.runner import page_count
 from ttpu_jax.runner.compilation import Program, ProgramPool
@@ -108,7 +109,7 @@ def stored(folder: Path, unset: None) -> ExecutableCache:
     """A store that holds the program."""
     kept = ExecutableCache(jax.devices()[:1])
     lowered = program().lower()
-    assert kept.save(kept.key(lowered), lowered.compile(), {"peak": 7})
+    assert kept.save(kept.key(lowered), compiled_with(lowered, {}), {"peak": 7})
     return ExecutableCache(jax.devices()[:1])
 
 
@@ -219,7 +220,7 @@ class TestStore:
         path.write_bytes(damage(path.read_bytes()))
         assert stored.load(lowered) is None
         assert stored.facts(path.stem) is None
-        assert stored.save(path.stem, lowered.compile()) == path
+        assert stored.save(path.stem, compiled_with(lowered, {})) == path
         assert run(stored.load(program().lower())) == 3.0
 
     @pytest.mark.parametrize("name", ["jax", "libtpu"])
@@ -292,7 +293,7 @@ class TestStore:
     def test_nothing_is_stored_or_read_where_it_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "off")
         kept, lowered = ExecutableCache(jax.devices()[:1]), program().lower()
-        assert kept.save(kept.key(lowered), lowered.compile()) is None
+        assert kept.save(kept.key(lowered), compiled_with(lowered, {})) is None
         assert not kept
         assert kept.load(lowered) is None
 

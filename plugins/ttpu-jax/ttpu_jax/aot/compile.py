@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_jax.compiler_flags import CompilerOption, program_options
-from ttpu_jax.compiling import compiled_with, partitioned_by_shardy
+from ttpu_jax.compiling import compiled_with, lower
 
 from .hlo import Collective, collectives
 from .schedule import ScheduleEstimate, estimate
@@ -93,9 +93,8 @@ def lower_for(
     """
     mesh = _check_shardings(topology, abstract_args)
     jitted = _jitted(function, donate_argnums)
-    with _current_mesh(mesh), partitioned_by_shardy():
-        lowered: jax.stages.Lowered = jitted.lower(*abstract_args)
-    return lowered
+    with _current_mesh(mesh):
+        return lower(jitted, *abstract_args)
 
 
 def compile_lowered(

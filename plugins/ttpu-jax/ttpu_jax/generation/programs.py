@@ -16,7 +16,7 @@ import numpy as np
 from ttpu_core.spec import axes
 from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_jax.compiler_flags import program_options
-from ttpu_jax.compiling import compiled_with, partitioned_by_shardy
+from ttpu_jax.compiling import compiled_with, lower
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.causal_model import DecoderModel
 from ttpu_jax.ops.sampling import (
@@ -283,9 +283,8 @@ class Programs:
             if self.on_compile is not None:
                 self.on_compile(str(key[0]), 0.0)
             began = time.perf_counter()
-            with partitioned_by_shardy():
-                lowered = self._jit(function, arguments[0], out).lower(self._params, *arguments)
-            program = compiled_with(lowered, self._options)
+            traced = lower(self._jit(function, arguments[0], out), self._params, *arguments)
+            program = compiled_with(traced, self._options)
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1

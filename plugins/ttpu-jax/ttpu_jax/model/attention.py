@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -27,8 +29,9 @@ from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
 from ttpu_jax.ops.temperature import query_factor
 
-FEW_ROWS = 512
-"""Of so many rows of a step, and of fewer, each operation on heads takes a TPU about the same time."""
+TURNS_VALUES_TO = 512
+"""Up to so many rows of a device, values go through the product of the rope too: each operation on heads then takes a
+TPU about as long as for one row."""
 
 
 class Attention(nnx.Module):
@@ -101,11 +104,12 @@ class Attention(nnx.Module):
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
         ring = self._ring(x)
-        both = None
+        both, slots = None, fused  # slots: where values are taken from
         # Of few tokens queries and keys are normed and turned together. Of many, whose rows a ring exchanges, slices of
         # the result would be copied.
         if own_keys and self.runtime.rotates_by_product and self._normed_alike and ring is None:
-            both = self._turned_together(fused, step)
+            both, has_values = self._turned_together(fused, step)
+            slots = both if has_values else fused
         wanted = step.wanted
         tokens = slice(-wanted.query_positions.shape[1], None)
         if both is None:
@@ -121,39 +125,43 @@ class Attention(nnx.Module):
             return query, None
         if pairs and self._keeps_values:
             # Keys and values lie beside one another, as pages hold them.
-            if both is not None and both.shape[-2] == group + 2:
-                return query, both[..., group:, :]
+            if slots is both:
+                return query, slots[..., group:, :]
             if ring is not None and self.k_norm is None:
                 turned = self._position(fused[..., group:, :], None, step)
-                return query, jnp.where(jnp.arange(2)[:, None] == 0, turned, fused[..., group:, :])
+                return query, _but_for_last(turned, fused[..., group:, :])
         key = fused[..., group, :]
         if spec.value_is_key:
             value = key
         elif self.value is not None:
             value = self.value(x)
         else:
-            value = (fused if both is None or both.shape[-2] == group + 1 else both)[..., group + 1, :]
+            value = slots[..., group + 1, :]
         if spec.value_scale != 1.0:
             value = value * spec.value_scale
         value = self._clip(maybe(self.v_norm, value))
         turned = self._position(key, self.k_norm, step) if both is None else both[..., group, :]
         return query, (_heads_first(turned), _heads_first(value))
 
-    def _turned_together(self, fused: jax.Array, step: Step) -> jax.Array:
+    def _turned_together(self, fused: jax.Array, step: Step) -> tuple[jax.Array, bool]:
         """Queries and keys of fused [batch, seq, kv_heads, slots, dim], normed and turned in the same operations:
-        [batch, seq, kv_heads, q_per_kv + 1, dim].
+        [batch, seq, kv_heads, q_per_kv + 1, dim]; and whether a slot of values follows them.
 
-        Of few rows that hold values too, values are turned with them and taken as they were, [batch, seq, kv_heads,
-        q_per_kv + 2, dim]. Then a TPU takes nothing apart before the end, where keys and values are one operation: a
-        layer of a decode step has four operations less."""
-        key, _, values_follow = fused_slots(self.spec)
-        with_values = values_follow and fused.shape[0] * fused.shape[1] <= FEW_ROWS
-        heads = fused if with_values else fused[..., : key + 1, :]
+        Of few rows values follow: they go through the same operations, and are then taken as they were. So a TPU takes
+        nothing apart before the end, where one operation gives keys and values: a layer of a decode step has four
+        operations less."""
+        group, _, values_follow = fused_slots(self.spec)
+        placement, (batch, seq) = self.runtime.placement, fused.shape[:2]
+        devices = 1 if placement.mesh is None else prod(
+            placement.mesh.shape[axis] for axis in placement.mesh_axes(axes.BATCH, batch)
+        )  # fmt: skip
+        has_values = bool(values_follow) and batch // devices * seq <= TURNS_VALUES_TO
+        heads = fused if has_values else fused[..., : group + 1, :]
         normed = heads
         if self.q_norm is not None and self.k_norm is not None:
-            normed = self.q_norm.but_for(key, self.k_norm, heads)
+            normed = self.q_norm.but_for(group, self.k_norm, heads)
         turned = self._position(normed, None, step)
-        return jnp.where(jnp.arange(key + 2)[:, None] <= key, turned, heads) if with_values else turned
+        return (_but_for_last(turned, heads) if has_values else turned), has_values
 
     @property
     def _normed_alike(self) -> bool:
@@ -165,7 +173,7 @@ class Attention(nnx.Module):
 
     @property
     def _keeps_values(self) -> bool:
-        """Whether values, which lie behind keys, are those that the kernel gives."""
+        """Whether values come out of the fused projection, and are cached unchanged."""
         spec = self.spec
         _, _, values_follow = fused_slots(spec)
         as_they_are = self.v_norm is None and spec.clip_qkv is None and spec.value_scale == 1.0
@@ -229,6 +237,13 @@ class Attention(nnx.Module):
         if ring is None or not self.output.is_plain:
             return self.output(mixed)
         return scattered_product(mixed, *self.output.arrays, ring)
+
+
+@part(Part.ROPE)
+def _but_for_last(turned: jax.Array, before: jax.Array) -> jax.Array:
+    """turned [..., slots, dim], but the last slot, which holds values, as it was before: the same shape."""
+    is_value = jnp.arange(turned.shape[-2])[:, None] == turned.shape[-2] - 1
+    return jnp.where(is_value, before, turned)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:

@@ -87,18 +87,18 @@ class LatentAttention(CachingMixer):
 
     def _queries(self, x: jax.Array, step: Step) -> LatentQueries:
         """The queries of the tokens of x [batch, seq, hidden], or of the last one."""
+        wanted = step.wanted
+        x = x[:, -wanted.query_positions.shape[1] :]
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
         query = self._shard(self.query(x))
-        rotated = self._rotated(query[..., self.plain :], step)
+        rotated = self._rotated(query[..., self.plain :], wanted)
         query = jnp.concatenate([query[..., : self.plain], rotated], axis=-1)
         temperature = self.spec.query_temperature
         if temperature is not None:
-            factor = query_factor(temperature, step.query_positions)
+            factor = query_factor(temperature, wanted.query_positions)
             query = (query * factor[:, :, None, None]).astype(query.dtype)
-        if step.last_only:
-            return LatentQueries(query[:, -1:], step.query_positions[:, -1:])
-        return LatentQueries(query, step.query_positions)
+        return LatentQueries(query, wanted.query_positions)
 
     def expanded(
         self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, segments: jax.Array | None = None

@@ -17,7 +17,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ttpu_core.sharding.hardware import chip_of_device_kind
 from ttpu_core.sharding.stream import STREAM_ROWS, cuts_rows
 from ttpu_core.sharding.training_state import GATE, UP
 from ttpu_core.spec import LayerSpec, MLPSpec, NormSpec, Parameter, RopeSpec, axes
@@ -140,7 +139,8 @@ class Step:
 
     @property
     def wanted(self) -> Step:
-        """The step of the tokens for which a layer's output is wanted."""
+        """The step of the tokens for which a layer's output is wanted. Adapters, which only steps over pages have, are
+        left: those want all tokens."""
         if not self.last_only:
             return self
         angles = tuple((cos[:, -1:], sin[:, -1:]) for cos, sin in self.angles)
@@ -414,8 +414,7 @@ def ring_of(x: jax.Array | jax.ShapeDtypeStruct, runtime: Runtime) -> Ring | Non
         return None
     size, seq = placement.mesh.shape[found[0]], x.shape[1]
     rows = x.shape[0] // prod(placement.mesh.shape[axis] for axis in batch)
-    chip = chip_of_device_kind(placement.mesh.devices.flat[0].device_kind)
-    worth = runtime.stream == "rings" or cuts_rows(rows, seq, size, chip)
+    worth = runtime.stream == "rings" or cuts_rows(rows, seq, size, placement.chip)
     return Ring(placement.mesh, found[0], batch) if seq % (2 * size) == 0 and worth else None
 
 

@@ -15,8 +15,9 @@ QUARTER_TURNS = tuple(
 def cos_and_sin(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of float32 angles in radians, of any shape.
 
-    XLA computes either for any float32, with its own reduction to a quarter turn. TPUs share one reduction, which is
-    meant for angles up to 2**24, and take half as long; results differ from the exact ones by at most 2e-7.
+    XLA computes either for any float32, with its own reduction to a quarter turn. On TPUs both share one reduction
+    here, which takes half as long. Its results differ from the exact ones by at most 2e-7 for angles up to 2**24;
+    beyond, they are wrong.
     """
     return jax.lax.platform_dependent(angles, tpu=_cos_and_sin, default=lambda x: (jnp.cos(x), jnp.sin(x)))
 

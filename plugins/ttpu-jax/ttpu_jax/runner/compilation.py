@@ -19,7 +19,7 @@ import jax
 
 from ttpu_core.errors import TTPUError
 from ttpu_jax.compiler_flags import engine_options
-from ttpu_jax.compiling import compiled_with, partitioned_by_shardy
+from ttpu_jax.compiling import compiled_with, lower
 from ttpu_jax.runner.buckets import StepShape
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function without compiling it."""
-        with without_folders(), partitioned_by_shardy():
-            return self.jitted.lower(*self.arguments)
+        with without_folders():
+            return lower(self.jitted, *self.arguments)
 
     @property
     def jitted(self) -> Any:

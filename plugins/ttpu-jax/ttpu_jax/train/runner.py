@@ -20,7 +20,7 @@ from ttpu_core.sharding.training_state import ADAMW, Recomputation
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_jax.compiler_flags import training_options
-from ttpu_jax.compiling import compiled_with, partitioned_by_shardy
+from ttpu_jax.compiling import compiled_with, lower
 from ttpu_jax.model.loss import TokenBatch
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.export import Deferred, on_host
@@ -511,6 +511,5 @@ class JaxTrainRunner:
         given = None, None, row_shardings(batch, placement), self._whole
         held = self._shardings, self._state_shardings, self._whole
         jitted = jax.jit(update, donate_argnums=(0, 1), in_shardings=given, out_shardings=held)
-        with partitioned_by_shardy():
-            lowered = jitted.lower(self.params, self.optimizer_state, batch, number)
-        return compiled_with(lowered, training_options(placement.platform, placement.chip))
+        program = lower(jitted, self.params, self.optimizer_state, batch, number)
+        return compiled_with(program, training_options(placement.platform, placement.chip))
