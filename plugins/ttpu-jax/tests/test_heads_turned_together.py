@@ -1,6 +1,6 @@
 """Queries, keys and values that a TPU norms and turns in the same operations are those that are computed apart,
-whatever a layer does to them: logits of a prompt's last token, the cache, a decode step, and pages. On a CPU in float32,
-to the last bit."""
+whatever a layer does to them: logits of a prompt's last token, the cache, a decode step, and pages. On a CPU in
+float32, to the last bit."""
 
 from __future__ import annotations
 
