@@ -87,8 +87,6 @@ class Programs:
         self.compile_seconds = 0.0
         self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
-        placement = model.runtime.placement
-        self._options = program_options(placement.platform, placement.chip)
 
     @property
     def repeats_rows(self) -> bool:
@@ -284,7 +282,8 @@ class Programs:
                 self.on_compile(str(key[0]), 0.0)
             began = time.perf_counter()
             traced = lower(self._jit(function, arguments[0], out), self._params, *arguments)
-            program = compiled_with(traced, self._options)
+            placement = self.runtime.placement
+            program = compiled_with(traced, program_options(placement.platform, placement.chip))
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1
