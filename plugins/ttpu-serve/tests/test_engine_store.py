@@ -21,7 +21,8 @@ from torchless import torchless
 from transformers import AutoTokenizer
 
 from ttpu import LLM, SamplingParams
-from ttpu_jax.compiler_flags import VARIABLES, compiler_flags
+from ttpu_jax import compiler_flags as flags
+from ttpu_jax.compiler_flags import compiler_flags
 from ttpu_jax.compiling import compiled_with
 from ttpu_jax.runner import executable_cache as store
 from ttpu_jax.runner import page_count
@@ -43,7 +44,7 @@ SMALL: dict[str, Any] = {
     "progress": None,
 }
 LISTEN: list[Counter[str]] = []
-FLAGS = {name: os.environ.get(name, "") for name in VARIABLES}  # torch_xla adds to them later
+FLAGS = dict(flags._AT_IMPORT)  # torch_xla adds to them in the environment
 
 
 @pytest.fixture(scope="module", autouse=True)
