@@ -15,7 +15,6 @@ from ttpu_core.spec.rope import RopeSpec
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.model import attention
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops import trigonometry
@@ -103,13 +102,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 
-@pytest.mark.parametrize("few_rows", [0, 512])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_model_computes_the_same_with_products(
-    model_type: str, few_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of few rows values are turned with queries and keys, and taken as they were."""
-    monkeypatch.setattr(attention, "TURNS_VALUES_TO", few_rows)
+def test_a_model_computes_the_same_with_products(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_dict({"model_type": model_type, **SMALL, **CONFIGS[model_type]})
     spec = default_registry().architecture(config).spec
     placement = local_placement(None)
