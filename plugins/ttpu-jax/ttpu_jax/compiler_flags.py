@@ -30,8 +30,8 @@ _EVERY_PROGRAM: Mapping[str, CompilerOption] = MappingProxyType({"xla_tpu_enable
 # Chip → the share of HBM's bandwidth that libtpu expects prefetched weights to get. Kernels of attention read the cache
 # meanwhile, so that about half is left. Where it expects all, it lets prefetches end with attention, and v5e's HBM is
 # idle during the exchange that follows. Of what was tried 0.6 was best: predicted decode steps of six dense models on
-# v5e (docs/compile-report.md) are 3 to 13 % shorter, those of mixtures of experts at most 1 %. Those on v6e are longer,
-# and so are an engine's on v5e, whose kernel of pages reads HBM longer than weights travel.
+# v5e, of 32 rows, are 3 to 13 % shorter (docs/compile-report.md, which names those that are longer). Most on v6e are
+# longer, and so are an engine's on v5e, whose kernel of pages reads HBM longer than weights travel.
 _BANDWIDTH_OF_PREFETCHES = "xla_tpu_async_copy_bandwidth_scaling_factor"
 _PREFETCH_BANDWIDTH: Mapping[str, float] = MappingProxyType({"v5e": 0.6})
 

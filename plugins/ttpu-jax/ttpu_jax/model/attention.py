@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -151,11 +149,8 @@ class Attention(nnx.Module):
         nothing apart before the end, where one operation gives keys and values: a layer of a decode step has four
         operations less."""
         group, _, values_follow = fused_slots(self.spec)
-        placement, (batch, seq) = self.runtime.placement, fused.shape[:2]
-        devices = 1 if placement.mesh is None else prod(
-            placement.mesh.shape[axis] for axis in placement.mesh_axes(axes.BATCH, batch)
-        )  # fmt: skip
-        has_values = bool(values_follow) and batch // devices * seq <= TURNS_VALUES_TO
+        rows = self.runtime.placement.part(axes.BATCH, fused.shape[0]) * fused.shape[1]
+        has_values = bool(values_follow) and rows <= TURNS_VALUES_TO
         heads = fused if has_values else fused[..., : group + 1, :]
         normed = heads
         if self.q_norm is not None and self.k_norm is not None:

@@ -413,7 +413,7 @@ def ring_of(x: jax.Array | jax.ShapeDtypeStruct, runtime: Runtime) -> Ring | Non
     if placement.axes_of(axes.SEQUENCE):
         return None
     size, seq = placement.mesh.shape[found[0]], x.shape[1]
-    rows = x.shape[0] // prod(placement.mesh.shape[axis] for axis in batch)
+    rows = placement.part(axes.BATCH, x.shape[0])
     worth = runtime.stream == "rings" or cuts_rows(rows, seq, size, placement.chip)
     return Ring(placement.mesh, found[0], batch) if seq % (2 * size) == 0 and worth else None
 

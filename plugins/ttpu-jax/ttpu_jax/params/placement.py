@@ -104,6 +104,11 @@ class Placement:
             return ()
         return self.strategy.mesh_axes((axis,), (size,), dict(self.mesh.shape), "an activation")[0]
 
+    def part(self, axis: str, size: int) -> int:
+        """The length of a device's part of a dimension of this logical axis and size."""
+        found = self.mesh_axes(axis, size)
+        return size if self.mesh is None else size // prod(self.mesh.shape[one] for one in found)
+
     def _spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> PartitionSpec:
         assert self.mesh is not None
         by_dimension = self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)
