@@ -18,7 +18,7 @@ from ttpu_jax.compiling import compiled_with
 from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
-PREFETCHES = "xla_tpu_async_copy_bandwidth_scaling_factor"
+PREFETCHES = ("xla_tpu_async_copy_bandwidth_scaling_factor", "xla_tpu_sliced_prefetch_preferred_slice_size")
 SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
 
@@ -36,13 +36,14 @@ def test_every_tpu_program_shares_the_code_of_equal_operations(monkeypatch: pyte
     assert engine_options("cpu") == {}
 
 
-def test_prefetches_of_a_v5e_leave_bandwidth_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", PREFETCHES)
+def test_prefetches_of_a_v5e_leave_bandwidth_to_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In programs of generation, not in those of an engine or in training, nor where the environment sets it."""
-    assert {name for name, chip in CHIPS.items() if PREFETCHES in program_options("tpu", chip)} == {"v5e"}
-    assert PREFETCHES not in program_options("tpu") and program_options("cpu", CHIPS["v5e"]) == {}
-    assert PREFETCHES not in engine_options("tpu") and PREFETCHES not in training_options("tpu", CHIPS["v5e"])
-    monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{PREFETCHES}=1")
-    assert PREFETCHES not in program_options("tpu", CHIPS["v5e"])
+    assert {chip_name for chip_name, chip in CHIPS.items() if name in program_options("tpu", chip)} == {"v5e"}
+    assert name not in program_options("tpu") and program_options("cpu", CHIPS["v5e"]) == {}
+    assert name not in engine_options("tpu") and name not in training_options("tpu", CHIPS["v5e"])
+    monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{name}=1")
+    assert {*PREFETCHES} - program_options("tpu", CHIPS["v5e"]).keys() == {name}
 
 
 def test_an_unknown_tpu_has_those_of_every_tpu() -> None:

@@ -27,13 +27,18 @@ CompilerOption = str | bool | int | float
 # with the same schedule.
 _EVERY_PROGRAM: Mapping[str, CompilerOption] = MappingProxyType({"xla_tpu_enable_deduplicated_calls": "ENABLED"})
 
-# Chip → the share of HBM's bandwidth that libtpu expects prefetched weights to get. Kernels of attention read the cache
-# meanwhile, so that about half is left. Where it expects all, it lets prefetches end with attention, and v5e's HBM is
-# idle during the exchange that follows. Of what was tried 0.6 was best: predicted decode steps of six dense models on
-# v5e, of 32 rows, are 3 to 13 % shorter (docs/compile-report.md, which names those that are longer). Most on v6e are
+# Chip → how libtpu prefetches weights into VMEM. It takes the factor as the share of HBM's bandwidth that a prefetch
+# gets: kernels of attention read the cache meanwhile, so that about half is left. Where it expects all, it lets
+# prefetches end with attention, and v5e's HBM is idle during the exchange that follows. Slices of 4 MiB begin as soon as
+# there is room for one in VMEM. Of what was tried these were best: predicted decode steps of 32 rows of seven dense
+# models on v5e are up to 11 % shorter (docs/compile-report.md, which names those that are longer). Most on v6e are
 # longer, and so are an engine's on v5e, whose kernel of pages reads HBM longer than weights travel.
-_BANDWIDTH_OF_PREFETCHES = "xla_tpu_async_copy_bandwidth_scaling_factor"
-_PREFETCH_BANDWIDTH: Mapping[str, float] = MappingProxyType({"v5e": 0.6})
+_PREFETCHES: Mapping[str, Mapping[str, CompilerOption]] = MappingProxyType({
+    "v5e": MappingProxyType({
+        "xla_tpu_async_copy_bandwidth_scaling_factor": 0.6,
+        "xla_tpu_sliced_prefetch_preferred_slice_size": 4 << 20,
+    }),
+})
 
 # Lets v6e and v5p compute while weights are gathered. libtpu 0.0.42 does not do so by default.
 OVERLAP_COLLECTIVES: Mapping[str, CompilerOption] = MappingProxyType({
@@ -77,8 +82,7 @@ def program_options(platform: str | None, chip: Chip | None = None) -> dict[str,
     """
     if platform != "tpu":
         return {}
-    bandwidth = None if chip is None else _PREFETCH_BANDWIDTH.get(chip.name)
-    of_chip: dict[str, CompilerOption] = {} if bandwidth is None else {_BANDWIDTH_OF_PREFETCHES: bandwidth}
+    of_chip = {} if chip is None else _PREFETCHES.get(chip.name, {})
     return _not_given({**_EVERY_PROGRAM, **of_chip}, platform)
 
 
