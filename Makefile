@@ -37,7 +37,8 @@ PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/
 # What says nothing about a newer jax or Python that other tests of this lane do not say: `make test` runs it.
 # Wheels, documents, outside projects, the server with its clients (openai, schemathesis), and what is mostly processes.
 NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py test_demo_checkpoint.py \
-                  test_third_party*.py test_registry.py test_cli.py test_launch*.py test_distributed.py test_plan_command.py
+                  test_third_party*.py test_registry.py test_cli.py test_launch*.py test_distributed.py test_plan_*.py \
+                  test_guides_isolated.py
 # Python and numpy alone: searched through by thousands of random cases, or reading files and running a numpy model.
 NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py test_engine_guided.py test_data_*.py \
                   test_trainer.py test_grpo.py test_checkpoints.py test_engine_rows.py test_imports.py test_initialize.py \
@@ -80,7 +81,7 @@ COMPILE_FASTER := $(COMPILE_FAST) --xla_cpu_use_fusion_emitters=false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test conformance survey environment lint newest bench predictions dist clean
+.PHONY: help demo test conformance survey environment lint newest newest-environment bench predictions dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,12 +107,19 @@ lint: $(VENV_TEST)/.installed  ## Check style (ruff), types (mypy), docstrings, 
 	$(VENV_TEST)/bin/python scripts/check_docstrings.py $(PACKAGES)
 
 newest:  ## Run the quick tests with the newest jax on a newer Python, if this machine has one
-	@newer=$$(scripts/find-newer-python $(PYTHON)) || exit 1; \
-	if [ -z "$$newer" ]; then \
-	    echo "newest: no Python newer than $$($(PYTHON) --version) with pip found here; nothing to run."; \
-	else \
-	    $(MAKE) --no-print-directory test-newest NEWER_PYTHON="$$newer"; \
-	fi
+	@$(call with_newer_python,test-newest)
+
+newest-environment:
+	@$(call with_newer_python,$(VENV_NEWEST)/.installed)
+
+define with_newer_python
+newer=$$(scripts/find-newer-python $(PYTHON)) || exit 1; \
+if [ -z "$$newer" ]; then \
+    echo "newest: no Python newer than $$($(PYTHON) --version) with pip found here; nothing to run."; \
+else \
+    $(MAKE) --no-print-directory $(1) NEWER_PYTHON="$$newer"; \
+fi
+endef
 
 .PHONY: test-newest
 test-newest: $(VENV_NEWEST)/.installed
