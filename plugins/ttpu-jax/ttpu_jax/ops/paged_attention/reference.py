@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import alibi
-from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.attention.reference import MASKED, query_scores
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
 
@@ -162,7 +162,7 @@ def _attend(
         # Slots outside the visible range may hold NaN, and 0 * NaN is NaN.
         seen = (places >= oldest[:, None]) & (places <= newest[:, None])
         value = jnp.where(seen[:, None, :, None], value, 0)
-        scores = _scores(turned, key, one_by_one=on_cpu).reshape(rows, heads, group, queries, block)
+        scores = query_scores(turned, key, FEW_QUERIES if on_cpu else 0).reshape(rows, heads, group, queries, block)
         scores = alibi.scaled(scores, spec, positions, places[None], slopes)
         if spec.logit_softcap is not None:
             scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
@@ -181,15 +181,6 @@ def _attend(
     _, total, mixed = jax.lax.fori_loop(first, last + 1, step, (*start, mixed))
     mixed = mixed / jnp.where(total == 0, 1, total)[..., None]
     return mixed.transpose(0, 3, 1, 2, 4)
-
-
-def _scores(query: jax.Array, key: jax.Array, one_by_one: bool) -> jax.Array:
-    """query [rows, heads, queries, dim], key [rows, heads, keys, dim]: [rows, heads, queries, keys]."""
-    dims = (((3,), (3,)), ((0, 1), (0, 1)))
-    if one_by_one and query.shape[2] <= FEW_QUERIES:
-        queries = jnp.split(query, query.shape[2], axis=2)
-        return jnp.concatenate([jax.lax.dot_general(one, key, dims) for one in queries], axis=2)
-    return jax.lax.dot_general(query, key, dims, preferred_element_type=jnp.float32)
 
 
 def _oldest_visible(position: jax.Array, spec: AttentionSpec) -> jax.Array:
