@@ -27,6 +27,7 @@ from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, choose, eager
 from ttpu_jax.ops.attention.blocks import BLOCKS, COMPUTE_OF, QUERY_BLOCKS, fit, splash_blocks
+from ttpu_jax.ops.attention.reference import FEW_QUERIES
 
 FULL = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
 SLIDING, CHUNKED = replace(FULL, window=5), replace(FULL, chunk=5)
@@ -301,3 +302,20 @@ def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_that_keys_are_gathered(
     (words,) = JaxBackend().planned_kernels(architecture, shards_sequence=True).values()
     expected = "splash_attention for prefill and training, eager for decode: the default on a TPU; the keys"
     assert words.startswith(expected)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4])
+def test_a_cpu_multiplies_few_queries_of_a_head_one_after_the_other(queries: int) -> None:
+    """Each query's result is that of a TPU's one product, whichever of its head it is; more queries are one product."""
+    spec = AttentionSpec(num_heads=2 * queries, num_kv_heads=2, head_dim=8)
+    random = np.random.default_rng(0)
+    query = jnp.asarray(random.normal(size=(3, 1, 2, queries, 8)), jnp.float32)
+    key, value = (jnp.asarray(random.normal(size=(3, 2, 16, 8)), jnp.float32) for _ in range(2))
+    last, places = jnp.full((3, 1), 11), jnp.broadcast_to(jnp.arange(16), (3, 16))
+
+    def attended(platform: str, query: jax.Array) -> jax.Array:
+        return eager(query, key, value, last, places, spec, context=AttentionContext(platform=platform))
+
+    np.testing.assert_allclose(attended("cpu", query), attended("tpu", query), atol=2e-6)
+    products = str(jax.make_jaxpr(lambda query: attended("cpu", query))(query)).count("dot_general")
+    assert products == 1 + (queries if queries <= FEW_QUERIES else 1)

@@ -24,7 +24,9 @@ With one query, the pages of a block should stay in a core's cache until they ha
 queries, XLA:CPU distributes each product over threads, and waking them costs as much as 64 queries (12 layers of
 five prompts of 37 to 200 tokens: 180 ms in blocks of 64, 80 ms in these)."""
 OTHER_QUERIES, OTHER_KEYS = (16, 128), 256
-FEW_QUERIES = 4  # up to here, one product per query is five times as fast on a CPU as one product of all queries
+FEW_QUERIES = 4
+"""As in `ttpu_jax.ops.attention.reference`, of a block of pages: of up to 4 queries, one product per query is five times
+as fast as one product of all."""
 
 
 def reference(
