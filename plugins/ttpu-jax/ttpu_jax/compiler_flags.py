@@ -29,8 +29,8 @@ _EVERY_PROGRAM: Mapping[str, CompilerOption] = MappingProxyType({"xla_tpu_enable
 
 # Chip → how libtpu prefetches weights into VMEM. It takes the factor as the share of HBM's bandwidth that a prefetch
 # gets: kernels of attention read the cache meanwhile, so that about half is left. Where it expects all, it lets
-# prefetches end with attention, and v5e's HBM is idle during the exchange that follows. Slices of 4 MiB begin as soon as
-# there is room for one in VMEM. Of what was tried these were best: predicted decode steps of 32 rows of seven dense
+# prefetches end with attention, and v5e's HBM is idle during the exchange that follows. Slices of 4 MiB begin as soon
+# as there is room for one in VMEM. Of what was tried these were best: predicted decode steps of 32 rows of seven dense
 # models on v5e are up to 11 % shorter (docs/compile-report.md, which names those that are longer). Most on v6e are
 # longer, and so are an engine's on v5e, whose kernel of pages reads HBM longer than weights travel.
 _PREFETCHES: Mapping[str, Mapping[str, CompilerOption]] = MappingProxyType({

@@ -25,8 +25,8 @@ queries, XLA:CPU distributes each product over threads, and waking them costs as
 five prompts of 37 to 200 tokens: 180 ms in blocks of 64, 80 ms in these)."""
 OTHER_QUERIES, OTHER_KEYS = (16, 128), 256
 FEW_QUERIES = 4
-"""As in `ttpu_jax.ops.attention.reference`, of a block of pages: of up to 4 queries, one product per query is five times
-as fast as one product of all."""
+"""As in `ttpu_jax.ops.attention.reference`, of a block of pages: one product per query is five times as fast as one
+product of up to 4."""
 
 
 def reference(
