@@ -100,6 +100,14 @@ def test_devices_share_the_stream_of_a_prompt_whose_products_round_their_inputs(
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("slice_name", ["v5e:2x4", "v6e:2x4"])
+def test_heads_of_64_are_decoded_by_the_kernel_and_their_cache_is_not_copied(slice_name: str) -> None:
+    program = compile_report(architecture(head_dim=64), slice_name, batch=BATCH, context=CONTEXT)
+    assert {one.name: one.count for one in program.unmodelled}["decode_attention"] == LAYERS
+    assert program.cache_in_place and program.temp_bytes < program.cache_bytes // 2
+
+
+@pytest.mark.tpu_compile
 class TestDecode:
     def test_each_device_holds_an_eighth_of_the_weights_and_of_the_cache(self, decode: ProgramReport) -> None:
         assert decode.mesh == (("tensor", 8),)

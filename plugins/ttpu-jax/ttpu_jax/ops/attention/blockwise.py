@@ -20,7 +20,15 @@ class Running(NamedTuple):
     mixed: jax.Array
 
     def attended(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, hidden: jax.Array, spec: AttentionSpec
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        hidden: jax.Array,
+        spec: AttentionSpec,
+        *,
+        keys_last: bool = False,
+        values_last: bool = False,
     ) -> Running:
         """The state after one more block.
 
@@ -30,6 +38,8 @@ class Running(NamedTuple):
             value: [keys, value_dim]; must be finite where hidden.
             hidden: bool [queries or 1, keys].
             spec: scale and softcap.
+            keys_last: key is [head_dim, keys].
+            values_last: value is [value_dim, keys].
         """
         precision = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
 
@@ -37,7 +47,7 @@ class Running(NamedTuple):
             dims = (((1,), (over,)), ((), ()))
             return jax.lax.dot_general(x, other, dims, preferred_element_type=jnp.float32, precision=precision)
 
-        scores = product(query, key, 1) * spec.softmax_scale
+        scores = product(query, key, 0 if keys_last else 1) * spec.softmax_scale
         if spec.logit_softcap is not None:
             scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
         scores = jnp.where(hidden, MASKED, scores)
@@ -47,7 +57,7 @@ class Running(NamedTuple):
         return Running(
             largest,
             self.total * kept + shares.sum(axis=1, keepdims=True),
-            self.mixed * kept + product(shares.astype(value.dtype), value, 0),
+            self.mixed * kept + product(shares.astype(value.dtype), value, 1 if values_last else 0),
         )
 
     def result(self) -> jax.Array:

@@ -13,6 +13,8 @@ from ttpu_jax.ops.attention.blocks import LANES
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import SegmentIds, visibility
 
+SUBLANES = 16
+"""Rows of a tile of bfloat16."""
 LARGEST_WHOLE = 2**21
 """Of the keys of a cache that may be one block, where its slots are not a multiple of 128."""
 
@@ -29,9 +31,9 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
         return "it needs the whole cache on one device"
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
-    narrow = next((size for size in (spec.head_dim, spec.value_dim) if size % LANES), None)
-    if narrow is not None and context.platform == "tpu":  # where XLA lays caches of such heads out the other way
-        return f"caches of heads of {narrow} features, not a multiple of {LANES}, would be copied for it"
+    odd = next((size for size in (spec.head_dim, spec.value_dim) if size % SUBLANES), None)
+    if odd is not None and context.platform == "tpu":
+        return f"its heads have {odd} features, not a multiple of {SUBLANES}"
     if queries != 1:
         return "it takes one query of each row"
     if keys % LANES and keys * spec.num_kv_heads * max(spec.head_dim, spec.value_dim) * 4 > LARGEST_WHOLE:

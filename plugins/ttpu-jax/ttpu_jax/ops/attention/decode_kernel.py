@@ -65,21 +65,32 @@ def attended_rows(
     def seen_block(row: Any, number: Any, first: Any, last: Any) -> Any:
         return jnp.clip(number, first[row], last[row])  # a block that is the one before is not read again
 
-    of_keys = [
-        pl.BlockSpec((1, heads, block, size), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends), 0))
-        for size in (dim, value_dim)
-    ]
+    # Heads that do not fill whole lanes have slots there, as XLA lays their caches out, so that none is copied.
+    keys_last, values_last = bool(dim % LANES), bool(value_dim % LANES)
+    key = key.swapaxes(2, 3) if keys_last else key
+    value = value.swapaxes(2, 3) if values_last else value
+
+    def blocks_of(size: int, slots_last: bool) -> pl.BlockSpec:
+        def place(row: Any, number: Any, *ends: Any) -> tuple[Any, ...]:
+            seen = seen_block(row, number, *ends)
+            return (row, 0, 0, seen) if slots_last else (row, 0, seen, 0)
+
+        return pl.BlockSpec((1, heads, *((size, block) if slots_last else (block, size))), place)
+
     whole = pl.BlockSpec((1, heads, group, dim), lambda row, number, *_: (row, 0, 0, 0))
     if not interpret and device_kind(AttentionContext(mesh=None)) in STAYS_IN_HBM:
         key, value = (pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (key, value))
     mixed: jax.Array = pl.pallas_call(
-        partial(_kernel, spec=spec, blocks=blocks, sinks=sinks is not None),
+        partial(
+            _kernel, spec=spec, blocks=blocks, sinks=sinks is not None, keys_last=keys_last, values_last=values_last
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, blocks),
             in_specs=[
                 whole,
-                *of_keys,
+                blocks_of(dim, keys_last),
+                blocks_of(value_dim, values_last),
                 pl.BlockSpec((1, 1, block), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends))),
                 pl.BlockSpec(logits.shape, lambda row, number, *_: (0, 0, 0)),
             ],
@@ -127,6 +138,8 @@ def _kernel(
     spec: AttentionSpec,
     blocks: int,
     sinks: bool,
+    keys_last: bool,
+    values_last: bool,
 ) -> None:
     """One block of keys of one row. The softmax over the blocks is kept as the largest score so far, the sum of
     exponentials less it [heads, queries, 128], of which all lanes are equal, and the sum of values times them."""
@@ -143,7 +156,8 @@ def _kernel(
     def _() -> None:
         for head in range(heads):
             state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
-            state = state.attended(query[0, head], key[0, head], value[0, head], bias[0] < 0, spec)
+            block = query[0, head], key[0, head], value[0, head], bias[0] < 0
+            state = state.attended(*block, spec, keys_last=keys_last, values_last=values_last)
             largest[head] = jnp.broadcast_to(state.largest, largest.shape[1:])
             total[head] = jnp.broadcast_to(state.total, total.shape[1:])
             summed[head] = state.mixed
