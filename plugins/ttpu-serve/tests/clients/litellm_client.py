@@ -15,7 +15,12 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,  # which a random answer would fill until its tokens are used up
+        },
     },
 }
 
@@ -41,7 +46,8 @@ def guided() -> None:
 @harness.case
 def tools() -> None:
     """a tool that must be called"""
-    answer = litellm.completion(messages=HELLO, tools=[TOOL], tool_choice="required", max_tokens=200, **ASKED)
+    asked = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "temperature": 0}
+    answer = litellm.completion(messages=HELLO, **asked, **ASKED)
     (call, *_) = answer.choices[0].message.tool_calls
     assert call.function.name == "weather" and "city" in call.function.arguments
 
