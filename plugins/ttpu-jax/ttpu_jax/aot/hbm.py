@@ -48,8 +48,7 @@ class Traffic:
         if op in _NOTHING or op.endswith("-done"):
             return 0
         if op == "while":
-            trips = self.module.trip_count(instruction) or 1
-            return trips * self.of(instruction.attribute("body") or "")
+            return self.module.executions(instruction) * self.of(instruction.attribute("body") or "")
         if op == "conditional":
             return max((self.of(one) for one in self.module.branches(instruction)), default=0)
         if op == "call":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ttpu_core.spec.arithmetic import BITS
-from ttpu_jax.ops.parts import OTHER, part_of
+from ttpu_jax.ops.parts import OTHER, OVERFLOW, part_of
 
 COLLECTIVE_OPS = (
     "all-reduce",
@@ -84,6 +84,12 @@ class Instruction:
         return part_of(match.group(1)) if match else OTHER
 
     @property
+    def overflows(self) -> bool:
+        """Whether it runs only where a buffer is too small for a step's rows."""
+        match = _OPERATION.search(self.attributes)
+        return match is not None and OVERFLOW in match.group(1).split("/")
+
+    @property
     def collective_op(self) -> str | None:
         """The collective that this instruction performs or starts. None for the end of a collective and for other
         instructions."""
@@ -124,11 +130,14 @@ class Module:
         return tuple(name for name in names if name in self.computations)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """The number of iterations of a `while`, or None if the text does not state it.
+        """The number of iterations of a `while`, or None if the text does not state it. Zero for what runs only where a
+        buffer is too small (`ttpu_jax.ops.parts.OVERFLOW`).
 
         It comes from the compiler's annotation, or else from the only integer constant in the condition: `lax.scan`
         and `fori_loop` count from zero by one up to it. If the condition also tests data, the number is an upper
         bound."""
+        if loop.overflows:
+            return 0
         known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known.group(1))
@@ -138,6 +147,11 @@ class Module:
             if instruction.op == "constant" and re.fullmatch(r"-?\d+", instruction.operands)
         ]
         return constants[0] if len(constants) == 1 and constants[0] > 0 else None
+
+    def executions(self, loop: Instruction) -> int:
+        """The number of iterations of a `while` as reports count them: one if it is not known."""
+        trips = self.trip_count(loop)
+        return 1 if trips is None else trips
 
     def group_size(self, collective: Instruction) -> int:
         """The number of devices in each group of a collective."""
@@ -235,7 +249,7 @@ def _collectives(module: Module, computation: str, count: int, is_async: bool) -
             )
         elif instruction.op == "while":
             body = instruction.attribute("body") or ""
-            yield from _collectives(module, body, count * (module.trip_count(instruction) or 1), is_async)
+            yield from _collectives(module, body, count * module.executions(instruction), is_async)
         elif instruction.op == "conditional":
             for branch in module.branches(instruction):
                 yield from _collectives(module, branch, count, is_async)

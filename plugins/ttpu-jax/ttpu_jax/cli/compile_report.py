@@ -58,6 +58,7 @@ class ExpertsChoice(StrEnum):
     auto = "auto"
     grouped = "grouped"
     few = "few"
+    exchanged = "exchanged"
 
 
 class LayersChoice(StrEnum):
@@ -124,7 +125,10 @@ def compile_report(
     ] = "auto",
     experts: Annotated[
         ExpertsChoice,
-        typer.Option(help="How experts are computed: on tokens sorted by expert, in the form for few tokens, or auto."),
+        typer.Option(
+            help="How experts are computed: on tokens sorted by expert, in the form for few tokens, on tokens that "
+            "devices send each other, or auto."
+        ),
     ] = ExpertsChoice.auto,
     quantization: Annotated[
         str | None,

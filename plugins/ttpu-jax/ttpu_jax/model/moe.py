@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,6 +27,7 @@ from ttpu_jax.model.modules import (
     value_of,
     with_whole_rows,
 )
+from ttpu_jax.ops.exchanged_experts import ExchangedExperts, run_exchanged
 from ttpu_jax.ops.few_tokens import Router as RouterValues
 from ttpu_jax.ops.few_tokens import run_few, why_not_few
 from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
@@ -119,6 +121,8 @@ class Experts(nnx.Module):
             [batch, seq, hidden].
         """
         platform = self.runtime.placement.platform
+        if how := self._exchange(x):
+            return self._sharded(partial(_run_exchanged, how=how), x, chosen, weights, exchanging=how.exchanging)
 
         def run(
             x: jax.Array,
@@ -131,6 +135,20 @@ class Experts(nnx.Module):
             return run_experts(x, chosen, weights, kernels, self.spec, platform, first, inner_axes)
 
         return self._sharded(run, x, chosen, weights)
+
+    def _exchange(self, x: jax.Array) -> ExchangedExperts | None:
+        """How devices send each other the tokens of x [batch, seq, hidden]; None where they do not."""
+        placement, form = self.runtime.placement, self.runtime.experts
+        if placement.mesh is None or form not in ("auto", "exchanged"):
+            return None
+        experts, inner, *_ = self._mesh_axes(x)
+        of_tokens = {*placement.mesh_axes(axes.BATCH, x.shape[0]), *placement.mesh_axes(axes.SEQUENCE, x.shape[1])}
+        exchanging = tuple(axis for axis in experts if axis in of_tokens)
+        if not exchanging:
+            return None
+        by_experts = tuple((axis, placement.mesh.shape[axis]) for axis in experts)
+        others = tuple(axis for axis in placement.mesh.axis_names if axis not in exchanging)
+        return ExchangedExperts(self.spec, placement.platform, by_experts, exchanging, others, inner)
 
     def why_not_few(self, x: jax.Array) -> str | None:
         """Why `of_few` does not serve x [batch, seq, hidden], or None."""
@@ -183,6 +201,7 @@ class Experts(nnx.Module):
         x: jax.Array,
         *of_tokens: jax.Array,
         whole: tuple[jax.Array | None, ...] = (),
+        exchanging: tuple[str, ...] = (),
     ) -> jax.Array:
         """Call `run` on each device with its tokens and its part of the kernels, and add the results.
 
@@ -192,6 +211,7 @@ class Experts(nnx.Module):
             x: [batch, seq, hidden].
             of_tokens: [batch, seq, ...] each.
             whole: arrays that all devices have.
+            exchanging: mesh axes along which devices keep their own tokens, and exchange them in `run`.
 
         Returns:
             [batch, seq, hidden].
@@ -211,7 +231,7 @@ class Experts(nnx.Module):
 
         if mesh is None:
             return of_rows(x, *of_tokens, kernels=kernels).astype(x.dtype)
-        experts, inner, batch, sequence = self._mesh_axes(x)
+        experts, inner, batch, sequence = self._mesh_axes(x, exchanging)
 
         def on_one_device(
             tokens: tuple[jax.Array, ...], kernels: ExpertKernels, whole: tuple[jax.Array | None, ...]
@@ -240,12 +260,12 @@ class Experts(nnx.Module):
             on_one_device,
             mesh=mesh,
             in_specs=((tokens,) * (1 + len(of_tokens)), in_specs, (PartitionSpec(),) * len(whole)),
-            out_specs=PartitionSpec((*experts, *inner) or None, *tokens),
+            out_specs=PartitionSpec((*(a for a in experts if a not in exchanging), *inner) or None, *tokens),
             check_vma=False,  # the kernels do not say over which axes their results vary
         )((x, *of_tokens), kernels, tuple(whole))
         return constrain_stream(parts.sum(0), self.runtime).astype(x.dtype)
 
-    def _mesh_axes(self, x: jax.Array) -> tuple[tuple[str, ...], ...]:
+    def _mesh_axes(self, x: jax.Array, exchanging: tuple[str, ...] = ()) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that shard experts, their inner dimension, the batch and the sequence."""
         placement = self.runtime.placement
         assert placement.mesh is not None
@@ -253,12 +273,24 @@ class Experts(nnx.Module):
         by_weights = placement.strategy.mesh_axes(
             (axes.EXPERT, axes.MLP), (self.spec.num_experts, self.spec.intermediate_size), sizes, "a layer of experts"
         )
-        # Where a strategy shards tokens along the experts' axes too, they are gathered for the experts.
-        taken = {axis for each in by_weights for axis in each}
+        # Where a strategy shards tokens along the experts' axes too, they are gathered for the experts, or exchanged.
+        taken = {axis for each in by_weights for axis in each} - set(exchanging)
         batch = tuple(a for a in placement.mesh_axes(axes.BATCH, x.shape[0]) if a not in taken)
         sequence = tuple(a for a in placement.mesh_axes(axes.SEQUENCE, x.shape[1]) if a not in taken and a not in batch)
         assert x.shape[0] % prod(sizes[a] for a in batch) == 0
         return (*by_weights, batch, sequence)
+
+
+def _run_exchanged(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    kernels: ExpertKernels,
+    *_: Any,
+    how: ExchangedExperts,
+) -> jax.Array:
+    """`run_exchanged`, called as `Experts._sharded` does."""
+    return run_exchanged(x, chosen, weights, kernels, how)
 
 
 class MoE(nnx.Module):

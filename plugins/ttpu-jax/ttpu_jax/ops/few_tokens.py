@@ -11,7 +11,7 @@ from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import MoESpec
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
-ExpertsForm = Literal["auto", "grouped", "few"]
+ExpertsForm = Literal["auto", "grouped", "few", "exchanged"]
 FEW = 128
 """Tokens of which all are multiplied by each expert that is read. On v5e an expert's products with so many take half as
 long as to read it in bfloat16, and the rows of one block of the grouped product are as many."""
@@ -43,7 +43,7 @@ def why_not_few(spec: MoESpec, kernels: ExpertKernels, tokens: int, platform: st
     Raises:
         UnsupportedError: "few" was asked for, and for no number of tokens it serves.
     """
-    if form == "grouped":
+    if form in ("grouped", "exchanged"):
         return "another form was asked for"
     why = _unserved(spec, kernels, platform, form)
     if form == "few" and why is not None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ttpu_core.spec import MoESpec, RouterSpec
 from ttpu_jax.ops.activation import activate, gated_activation
@@ -184,26 +185,49 @@ def run_experts(
         float32 [tokens, hidden]. If the experts are sharded, the shards' results must be added.
     """
     count, experts = chosen.shape[1], kernels.up.shape[0]
-    # Assignments are numbered choice by choice, so that their results are summed over a leading axis.
     expert = chosen.T.reshape(-1) - first
     here = (expert >= 0) & (expert < experts) if experts < spec.choices else None
     if here is not None:
         expert = jnp.where(here, expert, experts)  # assignments to absent experts are sorted last
-    order = jnp.argsort(expert, stable=True)
-    place = jnp.argsort(order)
-    sizes = (expert[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
-    expert = expert[order]
-    weight = _where(here, weights.T.reshape(-1).astype(x.dtype))[order, None]
+    sorting, sizes = sorted_by(expert, experts, here)
+    weight = weights_of(weights, sorting, x.dtype)
+    rows = dispatch(x, sorting, count)
+    out = expert_outputs(rows, weight, expert[sorting.order], sizes, kernels, spec, platform, inner_axes)
+    return combine(out, sorting, count)
 
-    sorting = _Sorting(order, place, here)
-    rows = _dispatch(x, sorting, count)
+
+def expert_outputs(
+    rows: jax.Array,
+    weight: jax.Array,
+    expert: jax.Array,
+    sizes: jax.Array,
+    kernels: ExpertKernels,
+    spec: MoESpec,
+    platform: str,
+    inner_axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """What each row's expert gives it, times the row's weight.
+
+    Args:
+        rows: [rows, hidden], those of the first expert first.
+        weight: [rows, 1] in the dtype of `rows`.
+        expert: int [rows], the expert of each row in `kernels`; beyond the last where it is not there.
+        sizes: int32 [experts], the number of rows of each expert; the rows after them are undefined in the result.
+        kernels: parameters of the experts.
+        spec: the mixture.
+        platform: platform of the devices, see `grouped_linear`.
+        inner_axes: as of `run_experts`.
+
+    Returns:
+        [rows, hidden] in the dtype of `rows`.
+    """
     if spec.router.weight_on == "input":
         rows = rows * weight
-    down_bias = None if kernels.down_bias is None else _of_expert(kernels.down_bias.astype(x.dtype), expert)
+    down_bias = None if kernels.down_bias is None else _of_expert(kernels.down_bias.astype(rows.dtype), expert)
     down, on_output = kernels.down, spec.router.weight_on == "output"
     static_step = isinstance(down, QuantizedKernel) and down.input_scale is not None
-    # Equal to weighting the output, but for fewer features and before the rounding to x's dtype. A static scale belongs
-    # to features without weight.
+    # Equal to weighting the output, but for fewer features and before the rounding to the rows' dtype. A static scale
+    # belongs to features without weight.
     inner_weight = weight if on_output and not static_step else None
     if inner_weight is not None and _fits_one_kernel(kernels, spec, platform):
         inner = _gated(rows, kernels.up, inner_weight[:, 0], sizes, spec, platform)
@@ -212,7 +236,7 @@ def run_experts(
         inner = _activated(product, inner_weight, spec)
     if down_bias is not None and inner_weight is not None:
         down_bias = down_bias * weight
-    inner = inner.astype(x.dtype)
+    inner = inner.astype(rows.dtype)
     if inner_axes and isinstance(down, QuantizedKernel) and down.input_order is not None:
         # The features that meet this shard's columns may have been computed by another.
         features = jax.lax.all_gather(inner, inner_axes, axis=-1, tiled=True)
@@ -220,7 +244,7 @@ def run_experts(
         down = replace(down, input_order=None)
     out = _linear(inner, down, None, expert, sizes, platform)
     out = out if down_bias is None else out + down_bias
-    return _combine(out * weight if on_output and static_step else out, sorting, count)
+    return out * weight if on_output and static_step else out
 
 
 def _activated(product: jax.Array, weight: jax.Array | None, spec: MoESpec) -> jax.Array:
@@ -293,8 +317,8 @@ def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
     return values.at[expert].get(mode="fill", fill_value=0)
 
 
-class _Sorting(NamedTuple):
-    """Arrays [count * tokens]: the assignment of each sorted row, the row of each assignment, and which assignments
+class Sorting(NamedTuple):
+    """Arrays [count * tokens], of assignments numbered choice by choice: that of each sorted row, the row of each assignment, and which assignments
     go to experts in `kernels` (None: all)."""
 
     order: jax.Array
@@ -302,30 +326,69 @@ class _Sorting(NamedTuple):
     here: jax.Array | None
 
 
+def sorted_by(group: jax.Array, groups: int, here: jax.Array | None) -> tuple[Sorting, jax.Array]:
+    """Sort assignments by group.
+
+    Args:
+        group: int [count * tokens], of each assignment, numbered choice by choice, so that results are summed over a
+            leading axis; `groups` where it has none.
+        groups: their number.
+        here: bool [count * tokens], which assignments have a group; None: all.
+
+    Returns:
+        Their order, and int32 [groups], the number of assignments of each group.
+    """
+    order = jnp.argsort(group, stable=True)
+    sizes = (group[:, None] == jnp.arange(groups)).sum(0, dtype=jnp.int32)
+    return Sorting(order, jnp.argsort(order), here), sizes
+
+
+def weights_of(weights: jax.Array, sorting: Sorting, dtype: Any) -> jax.Array:
+    """weights [tokens, count] in their order and in a dtype: [count * tokens, 1], zero where the expert is absent."""
+    return _permuted(_where(sorting.here, weights.T.reshape(-1).astype(dtype)), sorting)[:, None]
+
+
 # Each function is the other's gradient, so that neither scatters, which is slow on a TPU.
 
 
+@jax.custom_vjp
+def _permuted(values: jax.Array, sorting: Sorting) -> jax.Array:
+    """values [count * tokens] in their order."""
+    return values[sorting.order]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _dispatch(x: jax.Array, sorting: _Sorting, count: int) -> jax.Array:
-    """Each sorted row's token: x [tokens, features] → [count * tokens, features]."""
+def dispatch(x: jax.Array, sorting: Sorting, count: int) -> jax.Array:
+    """Each sorted row's token: x [tokens, ...] → [count * tokens, ...]."""
     return x[sorting.order % len(x)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _combine(rows: jax.Array, sorting: _Sorting, count: int) -> jax.Array:
-    """The sum of each token's rows: rows [count * tokens, features] → float32 [tokens, features]."""
-    parts = rows[sorting.place].reshape(count, -1, rows.shape[-1])
+def combine(rows: jax.Array, sorting: Sorting, count: int) -> jax.Array:
+    """The sum of each token's rows: rows [count * tokens, ...] → float32 [tokens, features], all features merged."""
+    parts = rows[sorting.place].reshape(count, len(rows) // count, -1)
+    # Left to itself, XLA lays the parts out as the residual stream, and copies all of them for it.
+    parts = with_layout_constraint(parts, Layout((0, 1, 2)))
     here = [None] * count if sorting.here is None else list(sorting.here.reshape(count, -1))
     # One reduction over all parts would first store them, and their mask, in float32 (libtpu 0.0.42).
     return reduce(jnp.add, (_where(kept, part.astype(jnp.float32)) for kept, part in zip(here, parts, strict=True)))
 
 
-_dispatch.defvjp(
-    lambda x, sorting, count: (_dispatch(x, sorting, count), sorting),
-    lambda count, sorting, gradient: (_combine(gradient, sorting, count).astype(gradient.dtype), None),
+def _dispatch_gradients(count: int, sorting: Sorting, gradient: jax.Array) -> tuple[jax.Array, None]:
+    sums = combine(gradient, sorting, count).astype(gradient.dtype)
+    return sums.reshape(-1, *gradient.shape[1:]), None
+
+
+def _combine_gradients(
+    count: int, residuals: tuple[Sorting, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    sorting, none_of_rows = residuals  # which has their dtype and shape
+    return dispatch(gradient.astype(none_of_rows.dtype).reshape(-1, *none_of_rows.shape[1:]), sorting, count), None
+
+
+_permuted.defvjp(
+    lambda values, sorting: (_permuted(values, sorting), sorting),
+    lambda sorting, gradient: (gradient[sorting.place], None),
 )
-_combine.defvjp(
-    # An empty slice of the rows carries their dtype.
-    lambda rows, sorting, count: (_combine(rows, sorting, count), (sorting, rows[:0])),
-    lambda count, kept, gradient: (_dispatch(gradient.astype(kept[1].dtype), kept[0], count), None),
-)
+dispatch.defvjp(lambda x, sorting, count: (dispatch(x, sorting, count), sorting), _dispatch_gradients)
+combine.defvjp(lambda rows, sorting, count: (combine(rows, sorting, count), (sorting, rows[:0])), _combine_gradients)

@@ -33,6 +33,8 @@ class Part(StrEnum):
 
 
 OTHER = "other"
+OVERFLOW = "overflow"
+"""The scope of loops that run only where a buffer is too small for a step's rows. Reports count them as no time."""
 
 
 def part(name: Part) -> Any:

@@ -1,0 +1,243 @@
+"""A mixture of experts whose tokens and experts are divided over the same devices (arXiv 2006.16668). Each row of an
+assignment is sent to the device of its expert, and what the expert gives it is sent back; devices send as many rows as
+they have, and no row is dropped.
+
+A device has room for `ROOM` times the rows that it receives on average. Where one of them has more, all exchange again
+until none is left: values do not depend on the room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ttpu_core.spec import MoESpec
+from ttpu_jax.ops.exchange import Deliveries, Pieces, deliveries, exchange
+from ttpu_jax.ops.moe import ExpertKernels, combine, dispatch, expert_outputs, sorted_by, weights_of
+from ttpu_jax.ops.parts import OVERFLOW
+
+ROOM = 1.5
+SUBLANES, LANES = 8, 128
+
+
+@dataclass(frozen=True)
+class ExchangedExperts:
+    """How a mixture's experts are divided over devices that exchange their tokens.
+
+    Attributes:
+        spec: the mixture.
+        platform: of the devices, see `grouped_linear`.
+        by_experts: mesh axis → devices, those that divide the experts, the slowest first.
+        exchanging: those of them that divide the tokens too. Devices along the others have the same tokens.
+        others: the other mesh axes.
+        inner_axes: mesh axes that shard the experts' inner dimension.
+    """
+
+    spec: MoESpec
+    platform: str
+    by_experts: tuple[tuple[str, int], ...]
+    exchanging: tuple[str, ...]
+    others: tuple[str, ...]
+    inner_axes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> int:
+        """How many exchange their tokens."""
+        return prod(size for axis, size in self.by_experts if axis in self.exchanging)
+
+    def most(self, tokens: int, experts: int) -> int:
+        """The most rows that a device can receive, which has so many tokens and experts."""
+        return self.devices * tokens * min(self.spec.experts_per_token, experts)
+
+    def room(self, tokens: int, experts: int) -> int:
+        """The rows of the buffer of a device, which has so many tokens and experts."""
+        same = prod(size for axis, size in self.by_experts if axis not in self.exchanging)
+        wanted = ROOM * tokens * self.spec.experts_per_token / same
+        return min(self.most(tokens, experts), ceil(wanted / SUBLANES) * SUBLANES)
+
+    def destination(self, expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+        """The device of each expert [...] among those that exchange, and whether it is along this device's other axes.
+
+        Args:
+            expert: int [...].
+            experts: of a device.
+        """
+        block, blocks = expert // experts, prod(size for _, size in self.by_experts)
+        found = (expert >= 0) & (block < blocks)  # others return their input
+        device, left = jnp.zeros_like(expert), blocks
+        for axis, size in self.by_experts:
+            left //= size
+            place = block // left % size
+            if axis in self.exchanging:
+                device = device * size + place
+            else:
+                found &= place == jax.lax.axis_index(axis)
+        return device, found
+
+
+def run_exchanged(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, kernels: ExpertKernels, how: ExchangedExperts
+) -> jax.Array:
+    """The weighted sum of each token's experts' outputs, over the experts of the devices that exchange. In a shard_map.
+
+    Args:
+        x: [tokens, hidden].
+        chosen: int [tokens, count], indices of experts.
+        weights: [tokens, count], cast to x's dtype.
+        kernels: parameters of this device's experts.
+        how: the experts are divided.
+
+    Returns:
+        float32 [tokens, hidden]. Results of devices along the other axes of experts, and along the axes of their inner
+        dimension, must be added.
+    """
+    count, experts = chosen.shape[1], kernels.up.shape[0]
+    expert = chosen.T.reshape(-1)
+    device, found = how.destination(expert, experts)
+    groups = how.devices * experts
+    every = how.spec.choices == how.spec.num_experts and len(how.exchanging) == len(how.by_experts)
+    group = jnp.where(found, device * experts + expert % experts, groups)
+    sorting, sizes = sorted_by(group, groups, None if every else found)
+    table = deliveries(jax.lax.all_gather(sizes.reshape(how.devices, experts), how.exchanging))
+    weight = weights_of(weights, sorting, x.dtype)
+    rows = dispatch(_in_words(x), sorting, count)
+    return combine(_given(rows, weight, kernels, table, how), sorting, count)
+
+
+def _in_words(x: jax.Array) -> jax.Array:
+    """x [rows, features] as [rows, words, features / words], in which a TPU has each row in one piece, as it sends and
+    gathers it: 32 bits of a tile come from so many features."""
+    words = 4 // x.dtype.itemsize
+    return x.reshape(len(x), words, -1) if words > 1 and x.shape[1] % (words * LANES) == 0 else x[:, None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _given(
+    rows: jax.Array, weight: jax.Array, kernels: ExpertKernels, table: Deliveries, how: ExchangedExperts
+) -> jax.Array:
+    """What experts give rows [assignments, ...] times weight [assignments, 1], in the shape of rows; undefined for
+    those that are sent nowhere, and so are their gradients."""
+
+    def visit(window: _Window, out: jax.Array) -> jax.Array:
+        given = window.outputs(window.fetched(rows), window.fetched_lanes(weight), kernels)
+        return window.returned(given, out)
+
+    return _in_windows(visit, unset(rows.shape, rows.dtype, table.sizes), rows, kernels, table, how)
+
+
+def _given_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    """Rows are fetched again, and so are the gradients of what they were given; those of the kernels stay."""
+    rows, weight, kernels, table = residuals
+    leaves, tree = jax.tree.flatten(kernels)
+    trained = [place for place, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    def outputs(window: _Window, rows: jax.Array, weight: jax.Array, given: list[jax.Array]) -> jax.Array:
+        values = dict(zip(trained, given, strict=True))
+        whole = [values.get(place, leaf) for place, leaf in enumerate(leaves)]
+        return window.outputs(rows, weight, jax.tree.unflatten(tree, whole))
+
+    def visit(window: _Window, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        to_rows, to_weight, to_kernels = sums
+        values = window.fetched(rows), window.fetched_lanes(weight), [leaves[place] for place in trained]
+        _, back = jax.vjp(partial(outputs, window), *values)
+        by_rows, by_weight, by_kernels = back(window.fetched(gradient))
+        return (
+            window.returned(by_rows, to_rows),
+            window.returned(_lanes(by_weight), to_weight),
+            by_kernels if to_kernels is None else jax.tree.map(jnp.add, to_kernels, by_kernels),
+        )
+
+    first = unset(rows.shape, rows.dtype, table.sizes), unset((len(rows), 1, LANES), jnp.float32, table.sizes), None
+    to_rows, to_weight, to_kernels = _in_windows(visit, first, rows, kernels, table, how)
+    none = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
+    found = dict(zip(trained, to_kernels, strict=True))
+    of_kernels = jax.tree.unflatten(tree, [found.get(place, leaf) for place, leaf in enumerate(none)])
+    return to_rows, to_weight[:, 0, :1].astype(weight.dtype), of_kernels, None
+
+
+_given.defvjp(
+    lambda rows, weight, kernels, table, how: (_given(rows, weight, kernels, table, how), (rows, weight, kernels, table)),
+    _given_gradients,
+)
+
+
+def unset(shape: tuple[int, ...], dtype: Any, sizes: jax.Array) -> jax.Array:
+    """An array of this shape and dtype whose numbers are undefined, perhaps not even numbers: a TPU writes zeros for as
+    long as the rows that replace them take. It depends on the layer's `sizes`, so that JAX does not make one array for
+    all layers of a loop, which each of them would copy."""
+    make = partial(jax.lax.empty, shape, dtype)
+    return jax.lax.cond(sizes.reshape(-1)[0] >= 0, make, make)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The rows that devices receive at once.
+
+    there: the pieces that bring them.
+    back: the pieces that return what they were given.
+    sizes: int32 [experts], the rows of each of this device's experts.
+    room: rows of the buffer.
+    """
+
+    there: Pieces
+    back: Pieces
+    sizes: jax.Array
+    room: int
+    how: ExchangedExperts
+
+    def fetched(self, rows: jax.Array) -> jax.Array:
+        """This device's rows of rows [assignments, ...] of all: [room, features]."""
+        into = unset((self.room, *rows.shape[1:]), rows.dtype, self.sizes)
+        return exchange(rows, into, self.there, self.how.exchanging, self.how.platform).reshape(self.room, -1)
+
+    def fetched_lanes(self, weight: jax.Array) -> jax.Array:
+        """`fetched` of weight [assignments, 1]."""
+        return self.fetched(_lanes(weight))[:, :1].astype(weight.dtype)
+
+    def returned(self, rows: jax.Array, to: jax.Array) -> jax.Array:
+        """`to` [assignments, ...] with this device's rows [room, features] of all devices."""
+        return exchange(rows.reshape(len(rows), *to.shape[1:]), to, self.back, self.how.exchanging, self.how.platform)
+
+    def outputs(self, rows: jax.Array, weight: jax.Array, kernels: ExpertKernels) -> jax.Array:
+        """What this device's experts give rows [room, hidden] times weight [room, 1], in the shape of rows."""
+        expert = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(self.room), side="right")
+        how = self.how
+        return expert_outputs(rows, weight, expert, self.sizes, kernels, how.spec, how.platform, how.inner_axes)
+
+
+def _lanes(weight: jax.Array) -> jax.Array:
+    """weight [rows, 1] as float32 [rows, 1, lanes]: a TPU sends whole lanes."""
+    return jnp.broadcast_to(weight.astype(jnp.float32)[..., None], (len(weight), 1, LANES))
+
+
+def _in_windows(
+    visit: Callable[[_Window, Any], Any],
+    first: Any,
+    rows: jax.Array,
+    kernels: ExpertKernels,
+    table: Deliveries,
+    how: ExchangedExperts,
+) -> Any:
+    """`visit(window, result so far)` for all rows that any device receives."""
+    experts = kernels.up.shape[0]
+    tokens = len(rows) // how.spec.experts_per_token
+    room = how.room(tokens, experts)
+    device = jax.lax.axis_index(how.exchanging)
+
+    def visited(index: jax.Array | int, result: Any) -> Any:
+        return visit(_Window(*table.window(index * room, room, device), room, how), result)
+
+    result = visited(0, first)
+    if room == how.most(tokens, experts):
+        return result
+    windows = -(-table.most // room)
+    if how.others:  # devices that exchange nothing run the same collectives within their groups
+        windows = jax.lax.pmax(windows, how.others)
+    with jax.named_scope(OVERFLOW):
+        return jax.lax.fori_loop(1, windows, visited, result)
