@@ -22,9 +22,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
+OF_ROWS = ("data", "fsdp", "expert")
+"""Mesh axes that divide the rows of a batch."""
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}  # which no number of devices above 2 divides
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "output_router_logits": True}
@@ -161,7 +164,7 @@ def losses(
 def may_refuse(case: Case) -> bool:
     """Whether a stage has nothing to divide: no two devices have different rows."""
     assert case.mesh is not None
-    return bool(case.stage) and not ("data" in case.mesh or "fsdp" in case.mesh)
+    return bool(case.stage) and not any(axis in case.mesh for axis in OF_ROWS)
 
 
 def resumed(place: Path, model: str, meshes: list[str], processes: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -398,7 +401,7 @@ def dropped_by(runner: Any, parts: int) -> list[str]:
 def rows_divided_over(mesh: str | None) -> int:
     """The devices that have different rows."""
     sizes = dict(axis.removeprefix("dcn.").split("=") for axis in mesh.split(",")) if mesh else {}
-    return int(sizes.get("data", 1)) * int(sizes.get("fsdp", 1))
+    return prod(int(sizes.get(axis, 1)) for axis in OF_ROWS)
 
 
 def examples() -> list[dict[str, list[int]]]:

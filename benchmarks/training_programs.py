@@ -31,6 +31,7 @@ from ttpu_core.errors import TTPUError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import resolve_parallelism
+from ttpu_core.sharding.strategy import TRAINING_STRATEGY
 from ttpu_core.sharding.training_state import ADAMW
 from ttpu_core.spec import Parameter, axes
 from ttpu_core.spec.parameters import LAYERS
@@ -40,6 +41,7 @@ from ttpu_train.arguments import TrainingArguments
 from ttpu_train.planned import predicted_memory
 
 GIB = 2**30
+BATCH = dict(TRAINING_STRATEGY.rules)[axes.BATCH]
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama-3.1-8B": ("ttpu_llama", "llama-3.1-8b.json", {}),
     "Llama-3.1-70B": (
@@ -158,7 +160,7 @@ def compiled(row: Row) -> dict[str, Any]:
         )
     except TTPUError as error:
         return {**asked, "refused": str(error), "minutes": (time.monotonic() - began) / 60}
-    mesh = resolve_parallelism(row.mesh, step.devices)
+    mesh = resolve_parallelism(row.mesh, step.devices, usual=TRAINING_STRATEGY)
     plan = predicted_memory(arguments, architecture.spec, step.topology, mesh, step.rows)
     seconds = step.seconds + step.kernel_seconds
     flops = step.rows * step.length * training_flops(architecture.spec, step.length)
@@ -180,17 +182,18 @@ def compiled(row: Row) -> dict[str, Any]:
 
 def held_by_formula(architecture: Architecture, row: Row) -> float:
     """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axis of tensors, over
-    that of experts if it is one of theirs, and from stage 1 on over those of the batch too (arXiv 1910.02054, figure
-    1). In stage 3 an axis fsdp divides them alone; slices along another axis hold copies. Stages divide the layers, and
+    that of experts if it is one of theirs, and from stage 1 on over those of the batch (arXiv 1910.02054, figure 1). In
+    stage 3 the axes fsdp and expert divide them alone; slices along another axis hold copies. Stages divide the layers, and
     hold the rest each. Moments that are offloaded do not count."""
     sizes = dict(resolve_parallelism(row.mesh, parse_topology(row.topology).num_devices).mesh)
-    batch = prod(size for axis, size in sizes.items() if axis in ("data", "fsdp"))
-    over = sizes["fsdp"] if row.zero_stage == 3 and "fsdp" in sizes else batch if row.zero_stage else 1
+    batch = prod(size for axis, size in sizes.items() if axis in BATCH)
+    of_weights = prod(size for axis, size in sizes.items() if axis in ("fsdp", "expert"))
+    over = of_weights if row.zero_stage == 3 and of_weights > 1 else batch if row.zero_stage else 1
 
     def parts(path: str, parameter: Parameter) -> int:
         stages = sizes.get("stage", 1) if path.startswith(LAYERS) else 1
-        experts = sizes.get("expert", 1) if axes.EXPERT in parameter.axes else 1
-        return over * sizes.get("tensor", 1) * stages * experts
+        again = not row.zero_stage and axes.EXPERT in parameter.axes
+        return over * sizes.get("tensor", 1) * stages * (sizes.get("expert", 1) if again else 1)
 
     each = np.dtype(ADAMW.master_dtype).itemsize if row.offload else ADAMW.held_bytes
     return sum(each * prod(one.shape) / parts(path, one) for path, one in architecture.spec.parameters.items())

@@ -18,8 +18,9 @@ def collective_seconds(
     """Time of one collective on a ring that uses both directions of `axes` dimensions of the interconnect.
 
     With g = group size, the data that one device sends are, as a share of the result: all-gather, every shard but
-    its own; reduce-scatter, the same, with one shard as the result; all-reduce, both; all-to-all, half the distance.
-    See section 3 of the scaling book.
+    its own; reduce-scatter, the same, with one shard as the result; all-reduce, both. In an all-to-all the share of each
+    other device travels a quarter of a ring on average, or of the side of a torus for each of its dimensions. See
+    section 3 of the scaling book.
 
     Args:
         op: the kind of collective.
@@ -30,13 +31,13 @@ def collective_seconds(
     """
     if group_size <= 1:
         return 0.0
-    others = (group_size - 1) / group_size
+    others, across = (group_size - 1) / group_size, axes * group_size ** (1 / axes) / 4
     sent = {
         "all-gather": others,
         "reduce-scatter": group_size - 1.0,
         "all-reduce": 2 * others,
-        "all-to-all": others / 2,
-        "ragged-all-to-all": others / 2,
+        "all-to-all": across,
+        "ragged-all-to-all": across,
     }[op]
     return result_bytes * sent / (2 * link_bytes_per_second * axes) + (group_size - 1) * HOP_SECONDS
 

@@ -74,6 +74,7 @@ def resolve_parallelism(
     rules: Rules | None = None,
     simulated_by: str = SIMULATED_BY,
     argument: str = "parallelism_strategy",
+    usual: Strategy = DEFAULT_STRATEGY,
 ) -> Parallelism:
     """The mesh that a strategy means on `num_devices` devices.
 
@@ -81,9 +82,10 @@ def resolve_parallelism(
         what: a name in `NAMED` ("fsdp", "3d"), a shape ("2x4": data × tensor), or a mesh ("data=2,tensor=4", with
             "dcn.data=2," before it for two joined slices). A name uses all devices; a mesh may use fewer.
         num_devices: number of available devices.
-        rules: logical axis → the mesh axes that shard it, or None; these replace the default rules.
+        rules: logical axis → the mesh axes that shard it, or None; these replace the usual rules.
         simulated_by: the setting that simulates devices on a CPU, for the error message.
         argument: the caller's name for the argument, for the error message.
+        usual: the usual rules.
 
     Raises:
         UnsupportedError: no such strategy, axis or mesh, or these devices cannot form it.
@@ -103,7 +105,7 @@ def resolve_parallelism(
             f"{argument} {what!r} was asked for, but it is no strategy: there are {', '.join(NAMED)}, "
             f"{AUTO}, shapes such as '2x4' and meshes such as 'data=2,tensor=4'; write {meant}."
         )
-    found = Parallelism(_in_order(mesh), _in_order(dcn), strategy_with(rules))
+    found = Parallelism(_in_order(mesh), _in_order(dcn), strategy_with(rules, usual))
     check_devices(found, num_devices, what, simulated_by)
     return found
 

@@ -75,3 +75,12 @@ DEFAULT_STRATEGY = Strategy(
 )
 """Megatron tensor parallelism (arXiv 1909.08053) along `tensor`, fully sharded parameters along `fsdp`, and the
 stacked layers of a training step along `stage`."""
+
+_WEIGHTS = ("fsdp", "expert")
+_TRAINING = {axes.BATCH: ("data", *_WEIGHTS), axes.EMBED: _WEIGHTS, axes.LATENT: _WEIGHTS}
+SHARES_WEIGHTS = frozenset(_WEIGHTS)
+"""Mesh axes that divide a training step's weights by default, if they divide its rows."""
+
+TRAINING_STRATEGY = Strategy(tuple((axis, _TRAINING.get(axis, by)) for axis, by in DEFAULT_STRATEGY.rules))
+"""`DEFAULT_STRATEGY` for a training step: devices along `expert` have their own rows, which they exchange for their
+experts, and share the other parameters as devices along `fsdp` do."""

@@ -160,5 +160,5 @@ def test_a_model_is_loaded_with_experts_in_the_form_that_was_asked_for(tmp_path:
         return np.asarray(model(np.arange(1, 6, dtype=np.int32)[None]).logits)
 
     np.testing.assert_allclose(logits("few"), logits("grouped"), atol=1e-5)
-    with pytest.raises(RequestError, match="one of the forms auto, grouped, few: write one of them"):
+    with pytest.raises(RequestError, match="one of the forms auto, grouped, few, exchanged: write one of them"):
         AutoModelForTPU.from_pretrained(tmp_path, backend="jax", random_seed=0, experts="all")

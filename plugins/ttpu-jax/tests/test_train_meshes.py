@@ -95,7 +95,8 @@ def plain(place: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     ("model", "mesh", "rows_over", "stage", "parts"),
     [
-        ("mixtral", "fsdp=2,expert=2,tensor=2", 2, 2, 1),
+        ("mixtral", "fsdp=2,expert=2,tensor=2", 4, 2, 1),
+        ("mixtral", "expert=4,tensor=2", 4, 3, 1),
         ("llama", "dcn.data=2,fsdp=2,sequence=2", 4, 3, 2),
     ],
 )

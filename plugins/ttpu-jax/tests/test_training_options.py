@@ -19,6 +19,7 @@ from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 PREFETCHES = ("xla_tpu_async_copy_bandwidth_scaling_factor", "xla_tpu_sliced_prefetch_preferred_slice_size")
+ROWS_ON_THEIR_WAY = "xla_tpu_enable_async_ragged_all_to_all"
 SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
 
@@ -31,7 +32,7 @@ def test_every_tpu_program_shares_the_code_of_equal_operations(monkeypatch: pyte
     for options in (program_options("tpu"), engine_options("tpu"), training_options("tpu", None)):
         assert options["xla_tpu_enable_deduplicated_calls"] == "ENABLED"
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", "--xla_tpu_enable_deduplicated_calls=DISABLED")
-    assert program_options("tpu") == engine_options("tpu") == {}
+    assert program_options("tpu") == engine_options("tpu") == {ROWS_ON_THEIR_WAY: True}
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_DEFAULT")
     assert engine_options("cpu") == {}
 

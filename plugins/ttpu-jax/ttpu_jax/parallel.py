@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.loading import Purpose
+from ttpu_core.loading import Purpose, usual_strategy
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
@@ -66,12 +66,13 @@ def placement_for(
             plan, spec, dtype=dtype, quantization=quantization, purpose=purpose, backend="JAX"
         )
         return local_placement(followed)
-    strategy = strategy_with(sharding_rules)
+    usual = usual_strategy(purpose)
+    strategy = strategy_with(sharding_rules, usual)
     argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
         return local_placement(planned(spec, jax.devices(), strategy, dtype, purpose))
     if isinstance(asked, str):
-        asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument)
+        asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument, usual=usual)
     placement = local_placement(asked, strategy)
     _refuse_idle_axes(spec, placement, purpose)
     return placement

@@ -10,7 +10,7 @@ from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard
-from ttpu_plan.tokens import expert_tokens, local_tokens
+from ttpu_plan.tokens import expert_rows, local_tokens
 from ttpu_plan.workload import Workload
 
 FLOAT32_BYTES = 4
@@ -24,7 +24,7 @@ def working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> in
     for one in kind.used:
         if one.of_experts and one.is_matrix:
             assert isinstance(kind.layer.mlp, MoESpec)
-            given = expert_tokens(model, kind.used, workload) * kind.layer.mlp.experts_per_token
+            given = expert_rows(model, kind.used, workload, kind.layer.mlp)
             inner = prod(one.gathered[1:-1])
             if not one.path.endswith("down.kernel"):
                 experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from ttpu_core.sharding.hardware import Topology
 from ttpu_core.sharding.training_state import REMATS, Recomputation, UpdateSettings
@@ -12,6 +13,7 @@ from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.training_flops import training_flops
 from ttpu_plan.plan import Plan
 from ttpu_plan.planner import Request, meshes, plan_of_mesh
+from ttpu_plan.zero import batch_axes
 
 MOST_ROWS = 1024
 """Rows of a device in each part of an update; small models have room for more, but gain nothing from it."""
@@ -74,7 +76,7 @@ def best_batches(
 def _most_rows(
     spec: ArchitectureSpec, topology: Topology, mesh: Mapping[str, int], request: Request, remat: Recomputation
 ) -> Batch | None:
-    shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    shards = prod(mesh[axis] for axis in batch_axes(mesh, request.strategy))
     update = replace(request.update or UpdateSettings(), remat=remat)
 
     def fitting(rows: int) -> Batch | None:

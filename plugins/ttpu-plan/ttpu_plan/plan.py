@@ -14,6 +14,7 @@ from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
 from ttpu_plan.workload import Workload
+from ttpu_plan.zero import usual_of
 
 REPLICAS = "data"
 """The mesh axis along which a plan to serve has replicas: servers that know nothing of each other."""
@@ -104,7 +105,7 @@ class Plan:
     @property
     def rules(self) -> str:
         """The rules that are not the usual ones, as `ttpu_core.sharding.parallelism.parse_rules` reads them."""
-        return rules_text(self.strategy)
+        return rules_text(self.strategy, usual_of("training" if self.program("train") else "generation"))
 
     @property
     def hbm_bytes(self) -> int:

@@ -25,7 +25,7 @@ from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimat
 from ttpu_plan.served import limits_for, planning_backend, served_workloads, shapes_for
 from ttpu_plan.shards import admissible, shard_model
 from ttpu_plan.workload import Workload
-from ttpu_plan.zero import weight_strategy
+from ttpu_plan.zero import batch_axes, usual_of, weight_strategy
 
 Purpose = Literal["inference", "generation", "training"]
 Mesh = dict[str, int]
@@ -48,6 +48,7 @@ class Request:
         batch: rows of the decode or training step, over all replicas; None is 32, and to train one a device in each
             part of an update.
         context: slots of each row's cache, and tokens of a prompt or of a row to train on.
+        strategy: which mesh axes shard which logical axes; None is the usual one of the purpose.
         one_replica: to serve, propose one engine over all devices alone.
         kv_cache: to serve, quantize keys and values, to int8 or fp8.
         update: to train, how; None is AdamW on whole batches. With remat="auto" the least is computed again that fits.
@@ -60,7 +61,7 @@ class Request:
     context: int = CONTEXT
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
-    strategy: Strategy = DEFAULT_STRATEGY
+    strategy: Strategy = None  # type: ignore[assignment]
     one_replica: bool = False
     kv_cache: str | None = None
     update: UpdateSettings | None = None
@@ -82,6 +83,8 @@ class Request:
                 f"new_tokens={self.new_tokens} was asked for in a plan for {self.purpose}, but it is the number of "
                 "tokens of an answer in a plan for generation: leave it out, or let it be 1 or more."
             )
+        if self.strategy is None:
+            object.__setattr__(self, "strategy", usual_of(self.purpose))
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
         replace(first, step=step, kv_cache=self.kv_cache)
@@ -215,7 +218,7 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
         allowed = {axis: sizes if axis in taken else [1] for axis, sizes in allowed.items()}
     for sizes in _products(devices, [allowed[axis] for axis in MESH_AXES]):
         mesh = {axis: size for axis, size in zip(MESH_AXES, sizes, strict=True) if size > 1}
-        row_shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
+        row_shards = prod(mesh[axis] for axis in batch_axes(mesh, request.strategy))
         if serves and not _serves_well(mesh, topology, request):
             continue
         if request.zero_stage and row_shards == 1:  # nothing that the stage divides

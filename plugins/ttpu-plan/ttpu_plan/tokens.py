@@ -1,6 +1,6 @@
 """The tokens that a device computes with: those of its rows, and those that it multiplies by its experts. Where a
-strategy shards experts along the axes of the rows too, devices gather tokens and not experts
-(`ttpu_jax.model.moe.Experts`)."""
+strategy shards experts along the axes of the rows too, devices exchange the tokens, or gather few of them, and not the
+experts (`ttpu_jax.model.moe.Experts`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,14 @@ def axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
     return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
 
 
+FEW = 128
+"""Tokens of which all are multiplied by each expert that is read, see `ttpu_jax.ops.few_tokens`: they are gathered."""
+ROOM = 1.5
+"""The rows of a device's buffer, as a multiple of those that it receives on average, where tokens are exchanged."""
+
+
 def gathered_along(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> tuple[str, ...]:
-    """Return the mesh axes along which a layer's tokens are gathered for its experts, in the mesh's order.
+    """Return the mesh axes along which a layer's tokens are gathered for its experts, or exchanged, in the mesh's order.
 
     Args:
         model: on one device.
@@ -48,6 +54,34 @@ def expert_tokens(model: ModelShards, experts: Iterable[ParameterShard], workloa
     """
     rows, tokens = local_tokens(model, workload)
     return rows * tokens * prod(model.mesh[axis] for axis in gathered_along(model, experts, workload))
+
+
+def exchanges(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> bool:
+    """Whether devices send each of a layer's tokens to the devices of its experts alone.
+
+    Args:
+        model: on one device.
+        experts: the layer's parameters; those of experts count.
+        workload: the program.
+    """
+    along = gathered_along(model, experts, workload)
+    return bool(along) and (workload.task == "train" or expert_tokens(model, experts, workload) > FEW)
+
+
+def expert_rows(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload, mlp: MoESpec) -> int:
+    """Return the rows of a device's buffers of what experts are given: each token has one for each of its experts, also
+    for those elsewhere, unless tokens are exchanged.
+
+    Args:
+        model: on one device.
+        experts: the layer's parameters; those of experts count.
+        workload: the program.
+        mlp: the mixture.
+    """
+    if not exchanges(model, experts, workload):
+        return expert_tokens(model, experts, workload) * mlp.experts_per_token
+    rows, tokens = local_tokens(model, workload)
+    return int(ROOM * rows * tokens * mlp.experts_per_token)
 
 
 def busiest_share(mlp: MoESpec, tokens: int, devices: int) -> float:

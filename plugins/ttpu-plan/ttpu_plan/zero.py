@@ -5,12 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, SHARES_WEIGHTS, TRAINING_STRATEGY, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_plan.shards import admissible
 
 FEATURES = (axes.EMBED, axes.LATENT)
 """Logical axes of parameters that the axes of the batch may shard."""
+
+
+def usual_of(purpose: str) -> Strategy:
+    """The usual strategy of a plan's purpose, "training" or another."""
+    return TRAINING_STRATEGY if purpose == "training" else DEFAULT_STRATEGY
 
 
 def batch_axes(mesh: Mapping[str, int], strategy: Strategy) -> tuple[str, ...]:
@@ -19,8 +24,8 @@ def batch_axes(mesh: Mapping[str, int], strategy: Strategy) -> tuple[str, ...]:
 
 
 def stage_of(mesh: Mapping[str, int], strategy: Strategy, stage: int | None) -> int:
-    """The stage that None stands for: 3 where an axis "fsdp" divides rows, else 0."""
-    return stage if stage is not None else 3 if "fsdp" in batch_axes(mesh, strategy) else 0
+    """The stage that None stands for: 3 where an axis "fsdp" or "expert" divides rows, else 0."""
+    return stage if stage is not None else 3 if SHARES_WEIGHTS.intersection(batch_axes(mesh, strategy)) else 0
 
 
 def weight_strategy(mesh: Mapping[str, int], strategy: Strategy, stage: int | None) -> Strategy:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.sharding.parallelism import resolve_parallelism
+from ttpu_core.sharding.strategy import TRAINING_STRATEGY
 from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.config_file import TrainingFile
@@ -67,6 +68,6 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
     seconds = found.seconds + found.kernel_seconds
     rate = found.rows * found.length / seconds / found.devices
     mfu = rate * training_flops(architecture.spec, found.length) / found.peak_flops
-    mesh = followed or resolve_parallelism(strategy or "fsdp", found.devices)
+    mesh = followed or resolve_parallelism(strategy or "fsdp", found.devices, usual=TRAINING_STRATEGY)
     plan = predicted_memory(args, architecture.spec, topology, mesh, found.rows)
     return {**figures, "seconds": seconds, "tokens_per_second_per_device": rate, "mfu": mfu, **plan}

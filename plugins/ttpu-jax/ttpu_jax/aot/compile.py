@@ -15,6 +15,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.hardware import parse_topology
+from ttpu_core.sharding.torus import Torus
 from ttpu_jax.compiler_flags import CompilerOption, program_options
 from ttpu_jax.compiling import compiled_with, lower
 
@@ -127,10 +129,22 @@ def compile_lowered(
         temp_bytes=memory.temp_size_in_bytes,
         compile_seconds=compile_seconds,
         collectives=collectives(text),
-        estimate=estimate(text, topology.chip.name),
+        estimate=estimate(text, topology.chip.name, torus=_torus(topology, executable)),
         hlo_text=text,
         executable=executable,
     )
+
+
+def _torus(topology: TpuTopology, executable: Any) -> Torus | None:
+    """The interconnect with a program's devices in their order; None for several slices, and for a program without
+    arrays on a mesh."""
+    shardings = jax.tree.leaves(executable.input_shardings)
+    mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
+    parsed = parse_topology(topology.name)
+    if mesh is None or parsed.slices > 1:
+        return None
+    places = tuple(tuple(device.coords[: len(parsed.size)]) for device in mesh.devices.flat)
+    return Torus(places, parsed.size, parsed.wraps, topology.chip.ici_bytes_per_second)
 
 
 def _host_bytes(memory: Any) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_jax.ops.parts import OTHER, OVERFLOW, part_of
 
@@ -211,10 +213,12 @@ def array_bytes(shape: str) -> tuple[int, ...]:
 def collective_bytes(instruction: Instruction) -> int:
     """The bytes of a collective's result on one device.
 
-    An asynchronous start also returns its operand and bookkeeping: only the second element is its result."""
+    An asynchronous start also returns its operand and bookkeeping: only the second element is its result. The buffers
+    of a ragged all-to-all have room for more than comes; on average a device receives what it sends."""
     if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
         elements = _tuple_elements(instruction.shape)
-        return sum(array_bytes(elements[1] if len(elements) > 1 else instruction.shape))
+        result = sum(array_bytes(elements[1] if len(elements) > 1 else instruction.shape))
+        return min(result, array_bytes(elements[0])[0]) if instruction.op == "ragged-all-to-all-start" else result
     return sum(instruction.arrays)
 
 
@@ -324,6 +328,18 @@ def _group_size(attributes: str) -> int | None:
         # 'x':(2)4 is the part of axis 'x' that has size 4, after a part of size 2
         axes = re.findall(r"('[^']*')(?::\(\d+\)(\d+))?", match.group(2))
         return math.prod(int(part) if part else sizes.get(axis, 1) for axis, part in axes)
+    return None
+
+
+def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...] | None:
+    """The devices of each replica group in the notations `{{0,1},{2,3}}` and `[2,4]<=[4,2]T(1,0)`; None in others."""
+    if match := re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", attributes):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", match.group(1)))
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        sizes = tuple(map(int, match.group(3).split(",")))
+        order = tuple(map(int, match.group(4).split(","))) if match.group(4) else tuple(range(len(sizes)))
+        devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return tuple(map(tuple, devices.reshape(int(match.group(1)), int(match.group(2))).tolist()))
     return None
 
 

@@ -18,7 +18,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.quantization.report import stored_formats
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
@@ -157,7 +157,7 @@ def compile_report(
     dtype: Any = "bfloat16",
     mesh: Mapping[str, int] | None = None,
     slices: Mapping[str, int] | None = None,
-    strategy: Strategy = DEFAULT_STRATEGY,
+    strategy: Strategy | None = None,
     layers: Layers = "unrolled",
     attn_implementation: str = "auto",
     attention_config: Mapping[str, Any] | None = None,
@@ -181,7 +181,7 @@ def compile_report(
         dtype: dtype of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
         mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`; `fsdp` for training).
         slices: mesh axis → slices along it for several slices; None puts them on the first axes that they divide.
-        strategy: which mesh axes shard which logical axes.
+        strategy: which mesh axes shard which logical axes; None is the usual one of the task.
         layers: "unrolled" compiles each layer with its own cache array; "scan" compiles one layer and loops.
         attn_implementation: as in from_pretrained().
         attention_config: as in from_pretrained().
@@ -206,9 +206,9 @@ def compile_report(
     check_supported(spec)
     kind = model_dtype(dtype)
     topology = tpu_topology(topology_name)
-    usual = {"fsdp": len(topology.devices)} if task == "train" else None
-    axes_and_sizes = mesh or usual or {"tensor": len(topology.devices)}
-    placement = Placement(make_mesh(topology, axes_and_sizes, slices), strategy)
+    axis = "fsdp" if task == "train" else "tensor"
+    strategy = strategy or (TRAINING_STRATEGY if task == "train" else DEFAULT_STRATEGY)
+    placement = Placement(make_mesh(topology, mesh or {axis: len(topology.devices)}, slices), strategy)
     attention = attention_choice(
         spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
     )

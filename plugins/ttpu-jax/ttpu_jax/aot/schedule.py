@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, permute_seconds
+from ttpu_core.sharding.torus import Torus
 from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes
-from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse
+from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse, replica_groups
 from .kernels import known_cost
 from .permutes import hops
 from .topology import Chip, chip_named
@@ -27,6 +28,7 @@ KERNEL_BANDWIDTH, KERNEL_FLOPS = 0.86, 0.73
 """The shares of a chip's HBM bandwidth and of its FLOPs that Pallas kernels are taken to reach: those published for
 ragged paged attention in decode and in prefill on TPU7x (arXiv 2604.15464)."""
 _TOP = 12
+_ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
 _OFFLOAD_STARTS = ("async-start", "call-start")  # collectives that SparseCores perform
@@ -115,17 +117,21 @@ class ScheduleEstimate:
         return sum(one.count * (one.roofline_seconds or 0.0) for one in self.unmodelled)
 
 
-def estimate(hlo_text: str, chip: str, kernels: Mapping[str, float] | None = None) -> ScheduleEstimate:
+def estimate(
+    hlo_text: str, chip: str, kernels: Mapping[str, float] | None = None, torus: Torus | None = None
+) -> ScheduleEstimate:
     """Estimate a program from its scheduled HLO text and the name of its chip ("v5e").
 
     Args:
+        torus: the slice's interconnect, with the program's devices in their order; None takes an all-to-all as one
+            around a ring.
         kernels: seconds of one execution of kernels, by their names without a number.
 
     Raises:
         UnsupportedError: an unknown chip.
         ValueError: the text is not an HLO module.
     """
-    walk = _Walk(parse(hlo_text), chip_named(chip))
+    walk = _Walk(parse(hlo_text), chip_named(chip), torus)
     ledger = _Ledger()
     seconds = walk.run(walk.module.entry, 1, ledger)
     return ScheduleEstimate(
@@ -237,6 +243,7 @@ class _Walk:
 
     module: Module
     chip: Chip
+    torus: Torus | None = None  # None: an all-to-all goes around a ring
     kernels: Mapping[str, float] | None = None  # None: they take no time
     traffic: Traffic | None = None  # None: HBM's bandwidth is not shared, and kernels take their least time
 
@@ -403,6 +410,9 @@ class _Walk:
         if op == "collective-permute":
             links = max(1, abs(hops(collective)))
             return permute_seconds(result_bytes, self.chip.ici_bytes_per_second, links)
+        groups = replica_groups(collective.attributes) if op in _ALL_TO_ALL else None
+        if self.torus is not None and groups is not None:
+            return self.torus.all_to_all_seconds(result_bytes, groups)
         group_size = self.module.group_size(collective)
         return collective_seconds(op, result_bytes, group_size, self.chip.ici_bytes_per_second, axes)
 

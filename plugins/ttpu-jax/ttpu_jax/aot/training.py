@@ -10,6 +10,7 @@ import jax
 
 from ttpu_core.architecture import Architecture
 from ttpu_core.sharding.parallelism import Parallelism, resolve_parallelism
+from ttpu_core.sharding.strategy import TRAINING_STRATEGY
 from ttpu_core.spec import axes
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.steps import run_step
@@ -74,7 +75,7 @@ def compile_update(
     spec = architecture.spec
     check_supported(spec)
     topology = tpu_topology(topology_name)
-    found = resolve_parallelism(parallelism_strategy or "fsdp", len(topology.devices))
+    found = resolve_parallelism(parallelism_strategy or "fsdp", len(topology.devices), usual=TRAINING_STRATEGY)
     placement = _placement(topology, found)
     attention = attention_choice(
         spec, attn_implementation, placement.platform, None, placement.axes_of(axes.SEQUENCE)

@@ -251,7 +251,7 @@ def _reporter(
     from functools import partial
 
     from ttpu_core.errors import RequestError
-    from ttpu_core.loading import planned_architecture, undescribed_config
+    from ttpu_core.loading import planned_architecture, undescribed_config, usual_strategy
     from ttpu_core.registry import default_registry
     from ttpu_core.sharding.parallelism import parse_rules, strategy_with
     from ttpu_jax.aot.report import ReportsWithoutPlugin
@@ -261,7 +261,8 @@ def _reporter(
     fallback = None if config is None else default_registry().fallback("jax")
     if config is None or not isinstance(fallback, ReportsWithoutPlugin):
         architecture, rules, plan = planned_architecture(checkpoint), options["sharding_rules"], options["plan"]
-        layout: dict[str, Any] = {"strategy": strategy_with(parse_rules(rules) if rules else None)}
+        usual = usual_strategy(purpose)
+        layout: dict[str, Any] = {"strategy": strategy_with(parse_rules(rules) if rules else None, usual)}
         if plan is not None:
             planner: Planner = default_registry().service("planner")
             asked = options["quantization"]

@@ -11,7 +11,7 @@ from math import prod
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ttpu_core.errors import RequestError
-from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.strategy import SHARES_WEIGHTS, Strategy
 from ttpu_core.spec import Parameter, axes
 from ttpu_jax.params.placement import Placement
 
@@ -49,7 +49,8 @@ class ZeroPlacements:
         held = [() if by is None else (by,) if isinstance(by, str) else tuple(by) for by in whole.spec]
         held += [()] * (len(parameter.shape) - len(held))
         sizes = dict(whole.mesh.shape)
-        for axis in self.batch_axes:
+        of_weights = {axis for by in held for axis in by}
+        for axis in (one for one in self.batch_axes if one not in of_weights):
             for place, (name, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
                 if name in FEATURES and size % (sizes[axis] * prod(sizes[one] for one in held[place])) == 0:
                     held[place] = (*held[place], axis)
@@ -58,7 +59,7 @@ class ZeroPlacements:
 
 
 def zero_placements(placement: Placement, stage: int | None) -> ZeroPlacements:
-    """The placements of a stage; None is stage 3 where the mesh has an axis "fsdp" of several devices, else 0.
+    """The placements of a stage; None is stage 3 where an axis "fsdp" or "expert" divides rows, else 0.
 
     Stage 3 shards weights as the placement does where that shards any by an axis of the batch, else by all axes of the
     batch.
@@ -68,7 +69,7 @@ def zero_placements(placement: Placement, stage: int | None) -> ZeroPlacements:
     """
     batch = placement.axes_of(axes.BATCH)
     if stage is None:
-        stage = 3 if "fsdp" in batch else 0
+        stage = 3 if SHARES_WEIGHTS.intersection(batch) else 0
     if stage and not batch:
         raise RequestError(
             f"zero_stage={stage} divides the optimizer's state over the devices that rows are divided over, but here "

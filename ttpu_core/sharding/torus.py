@@ -1,0 +1,73 @@
+"""An interconnect as a torus or grid of chips: how many messages cross its busiest link in an all-to-all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ttpu_core.sharding.links import HOP_SECONDS
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Devices on the chips of a slice.
+
+    Attributes:
+        places: the coordinates of each device's chip.
+        sizes: chips along each dimension.
+        wraps: whether a dimension closes into a ring.
+        link_bytes_per_second: bandwidth of a link in one direction.
+    """
+
+    places: tuple[Place, ...]
+    sizes: tuple[int, ...]
+    wraps: tuple[bool, ...]
+    link_bytes_per_second: float
+
+    def all_to_all_seconds(self, result_bytes: float, groups: Sequence[Sequence[int]]) -> float:
+        """Time in which each device of a group sends equal shares to all others of its group, all groups at once.
+
+        Args:
+            result_bytes: that a device receives, its own share included.
+            groups: devices; all groups have the same size.
+        """
+        share = result_bytes / len(groups[0])
+        return self.busiest_link(groups) * share / self.link_bytes_per_second + self.diameter * HOP_SECONDS
+
+    @property
+    def diameter(self) -> int:
+        """Links between the two devices that are furthest apart."""
+        return sum(size // 2 if wraps else size - 1 for size, wraps in zip(self.sizes, self.wraps, strict=True))
+
+    def busiest_link(self, groups: Iterable[Sequence[int]]) -> float:
+        """How many messages cross the busiest link in one direction, if each device sends one to each other device of
+        its group. A message takes the shortest way, one dimension after the other; half of those with two shortest ways
+        take each."""
+        loads: defaultdict[tuple[Place, int, int], float] = defaultdict(float)
+        for group in groups:
+            for source in group:
+                for destination in group:
+                    for link, share in self._crossed(self.places[source], self.places[destination]):
+                        loads[link] += share
+        return max(loads.values(), default=0)
+
+    def _crossed(self, source: Place, destination: Place) -> Iterator[tuple[tuple[Place, int, int], float]]:
+        """The links of a message, as the place before each, its dimension and direction, and the share that takes it."""
+        place = list(source)
+        for dimension, (size, wraps) in enumerate(zip(self.sizes, self.wraps, strict=True)):
+            ahead = destination[dimension] - source[dimension]
+            ways = [(1 if ahead > 0 else -1, abs(ahead), 1.0)]
+            if wraps:
+                forward = ahead % size
+                ways = [(1, forward, 1.0), (-1, size - forward, 1.0)]
+                least = min(forward, size - forward)
+                ways = [(step, hops, 0.5 if 2 * least == size else 1.0) for step, hops, _ in ways if hops == least]
+            for step, hops, share in ways:
+                at = source[dimension]
+                for _ in range(hops):
+                    yield ((*place[:dimension], at, *place[dimension + 1 :]), dimension, step), share
+                    at = (at + step) % size
+            place[dimension] = destination[dimension]
