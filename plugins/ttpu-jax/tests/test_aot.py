@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
+from ttpu_core.sharding.torus import Torus
 from ttpu_core.sharding.hardware import slice_sizes
 from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
@@ -103,6 +104,15 @@ class TestParser:
         assert hlo.collectives(text)[0].count == 1
         assert schedule.estimate(text, "v5e").loops_without_trip_count == ("while.1",)
 
+    def test_a_loop_for_what_has_no_room_takes_no_time(self) -> None:
+        text = LOOP.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/part=experts/overflow/while"}')
+        assert hlo.collectives(text)[0].count == 0
+        rarely, always = schedule.estimate(text, "v5e"), schedule.estimate(LOOP, "v5e")
+        assert rarely.loops_without_trip_count == () and rarely.breakdown.compute < always.breakdown.compute
+        assert rarely.hbm_seconds < always.hbm_seconds
+        named = LOOP.replace("body=%body", 'body=%body, metadata={op_name="jit(f)/overflowing/while"}')
+        assert hlo.collectives(named)[0].count == 6
+
     def test_a_kernels_metadata_over_several_lines_does_not_end_the_computation(self) -> None:
         kernel = (
             '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes='
@@ -140,6 +150,37 @@ class TestParser:
             "ROOT %d = (f32[64], f32[16]) all-gather-done(%s)",
         )
         assert (gather.op, gather.result_bytes, gather.is_async) == ("all-gather", 80 * 4, True)
+
+    @pytest.mark.parametrize(("room", "counted"), [(96, 64), (32, 32)])
+    def test_a_ragged_all_to_all_counts_what_a_device_sends(self, room: int, counted: int) -> None:
+        numbers = "s32[8], s32[8], s32[8], s32[8]"
+        exchange = only_collective(
+            f"%s = ((f32[64], f32[{room}], {numbers}), f32[{room}], u32[], u32[]) ragged-all-to-all-start(%p, %q), "
+            f"{GROUP}",
+            f"ROOT %d = f32[{room}] ragged-all-to-all-done(%s)",
+        )
+        assert (exchange.op, exchange.result_bytes) == ("ragged-all-to-all", counted * 4)
+
+    @pytest.mark.parametrize(
+        ("groups", "found"),
+        [
+            ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
+            ("replica_groups={{0,1,2,3}}", ((0, 1, 2, 3),)),
+            ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+            ("replica_groups=[2,4]<=[4,2]T(1,0)", ((0, 2, 4, 6), (1, 3, 5, 7))),
+            ("replica_groups={}", None),
+        ],
+    )
+    def test_the_devices_of_groups_are_read(self, groups: str, found: tuple[tuple[int, ...], ...] | None) -> None:
+        assert hlo.replica_groups(f"channel_id=1, {groups}, to_apply=%add") == found
+
+    def test_an_all_to_all_takes_as_long_as_its_busiest_link(self) -> None:
+        exchange = "ROOT %r = f32[1048576]{0} all-to-all(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}"
+        chip = CHIPS["v5e"]
+        square = Torus(((0, 0), (0, 1), (1, 0), (1, 1)), (2, 2), (False, False), chip.ici_bytes_per_second)
+        seconds = schedule.estimate(entry(exchange), "v5e", torus=square).seconds
+        assert seconds == pytest.approx(2 * 2**20 / chip.ici_bytes_per_second + 2 * schedule.HOP_SECONDS)
+        assert seconds < schedule.estimate(entry(exchange), "v5e").seconds
 
     def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter(self) -> None:
         inner = f"  ROOT %a = f32[64]{{0}} all-reduce(%i), {GROUP}, to_apply=%add\n"

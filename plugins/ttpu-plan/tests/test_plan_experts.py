@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from ttpu_core.cli.main import app
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import parse_rules, strategy_with
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY
+from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec import MoESpec
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.links import links_of
@@ -24,7 +25,7 @@ from ttpu_plan.plan import Plan
 from ttpu_plan.plan_file import load_plan, plan_json, save_plan
 from ttpu_plan.planner import Request, best_plan, plans, strategies
 from ttpu_plan.shards import shard_model
-from ttpu_plan.tokens import busiest_share, expert_tokens
+from ttpu_plan.tokens import busiest_share, exchanges, expert_rows, expert_tokens
 from ttpu_plan.workload import Workload
 
 QWEN = "ttpu_qwen/configs/qwen3-30b-a3b.json"
@@ -138,6 +139,62 @@ def test_tokens_are_gathered_and_the_experts_sums_are_of_all_of_them() -> None:
     embedded, _ = links.seconds("all-reduce", 16 * features * 2, ("tensor",))
     estimate = estimate_time(spec, MESH, topology, DECODE, OVER_ROWS)
     assert estimate.ici == pytest.approx(spec.num_layers * sum(ici for ici, _ in of_layer) + embedded, rel=1e-6)
+
+
+def test_rows_of_many_tokens_are_sent_to_their_experts_and_back() -> None:
+    spec, topology, workload = published(QWEN), parse_topology("v6e:2x4"), replace(PREFILL, batch=2)
+    features = spec.hidden_size
+    links = links_of(MESH, topology)
+    of_layer = [
+        links.seconds("all-reduce", 2048 * features * 2, ("tensor",)),  # attention's sums
+        *[links.seconds("ragged-all-to-all", 2048 * 8 * features * 2, ("data",))] * 2,
+        links.seconds("all-reduce", 2048 * features * 4, ("tensor",)),
+    ]
+    embedded, _ = links.seconds("all-reduce", 2048 * features * 2, ("tensor",))
+    estimate = estimate_time(spec, MESH, topology, workload, OVER_ROWS)
+    assert estimate.ici == pytest.approx(spec.num_layers * sum(ici for ici, _ in of_layer) + embedded, rel=1e-6)
+    model = shard_model(spec, MESH, OVER_ROWS)
+    mixture, used = spec.layers[0].mlp, model.layers[0].used
+    assert isinstance(mixture, MoESpec)
+    assert exchanges(model, used, workload) and expert_rows(model, used, workload, mixture) == 1.5 * 2048 * 8
+    assert not exchanges(model, used, DECODE) and expert_rows(model, used, DECODE, mixture) == 32 * 8
+    assert not exchanges(model, used, replace(PREFILL, batch=1))  # its tokens are on all devices already
+
+
+def test_a_training_step_sends_rows_again_for_its_gradient() -> None:
+    spec, topology = published(QWEN), parse_topology("v5p:2x2x4")
+    step, mesh = Workload("train", 16, 4096, layers="scan", update=UpdateSettings()), {"fsdp": 4, "expert": 4}
+    links, sent = links_of(mesh, topology), 4096 * 8 * spec.hidden_size * 2
+    once, twice = (links.seconds("ragged-all-to-all", times * sent, ("expert",))[0] for times in (1, 2))
+    model = shard_model(spec, mesh, TRAINING_STRATEGY)
+    assert exchanges(model, model.layers[0].used, step)
+    found, of_double = (
+        estimate_time(spec, mesh, topology, replace(step, batch=batch), TRAINING_STRATEGY) for batch in (16, 32)
+    )
+    assert of_double.ici - found.ici == pytest.approx(5 * spec.num_layers * (twice - once), rel=1e-6)
+
+
+def test_training_plans_divide_rows_and_features_along_the_experts_axis_too() -> None:
+    found = plans(published(QWEN), parse_topology("v5p:2x2x4"), replace(TRAINING, batch=16, context=4096))
+    assert {one.strategy for one in found} == {TRAINING_STRATEGY}
+    assert found[0].rules == ""
+    by_layout = {one.layout: one for one in found}
+    assert by_layout["expert=16"].fits and by_layout["fsdp=4,expert=4"].seconds < by_layout["fsdp=16"].seconds
+    # No two devices hold the same weights.
+    for layout in ("expert=16", "fsdp=4,expert=4"):
+        assert by_layout[layout].memory.optimizer == pytest.approx(by_layout["fsdp=16"].memory.optimizer, rel=0.01)
+    # Rows that these devices do not divide have no such mesh.
+    few = plans(published(QWEN), parse_topology("v5p:2x2x4"), replace(TRAINING, batch=2, context=4096))
+    assert all(dict(one.mesh).get("fsdp", 1) * dict(one.mesh).get("expert", 1) <= 2 for one in few)
+
+
+def test_memory_of_training_is_the_compilers_within_five_percent() -> None:
+    """Peaks of `benchmarks/training_programs.py`, in bytes; 16 rows of 4,096 tokens."""
+    step = Workload("train", 16, 4096, layers="scan", update=UpdateSettings())
+    chip = parse_topology("v5p:2x2x4").chip
+    for mesh, peak in (({"expert": 16}, 27.32), ({"fsdp": 4, "expert": 4}, 27.74)):
+        found = estimate_memory(published(QWEN), mesh, step, TRAINING_STRATEGY, chip)
+        assert found.total == pytest.approx(peak * 2**30, rel=0.05)
 
 
 def test_the_busiest_device_has_more_choices_the_fewer_there_are() -> None:
