@@ -183,8 +183,8 @@ def compiled(row: Row) -> dict[str, Any]:
 def held_by_formula(architecture: Architecture, row: Row) -> float:
     """Bytes of master weights and moments of a device: 12 for each parameter, divided over the axis of tensors, over
     that of experts if it is one of theirs, and from stage 1 on over those of the batch (arXiv 1910.02054, figure 1). In
-    stage 3 the axes fsdp and expert divide them alone; slices along another axis hold copies. Stages divide the layers, and
-    hold the rest each. Moments that are offloaded do not count."""
+    stage 3 the axes fsdp and expert divide them alone; slices along another axis hold copies. Stages divide the layers,
+    and hold the rest each. Moments that are offloaded do not count."""
     sizes = dict(resolve_parallelism(row.mesh, parse_topology(row.topology).num_devices).mesh)
     batch = prod(size for axis, size in sizes.items() if axis in BATCH)
     of_weights = prod(size for axis, size in sizes.items() if axis in ("fsdp", "expert"))

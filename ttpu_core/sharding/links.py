@@ -18,8 +18,8 @@ def collective_seconds(
     """Time of one collective on a ring that uses both directions of `axes` dimensions of the interconnect.
 
     With g = group size, the data that one device sends are, as a share of the result: all-gather, every shard but
-    its own; reduce-scatter, the same, with one shard as the result; all-reduce, both. In an all-to-all the share of each
-    other device travels a quarter of a ring on average, or of the side of a torus for each of its dimensions. See
+    its own; reduce-scatter, the same, with one shard as the result; all-reduce, both. In an all-to-all the shares of
+    other devices travel a quarter of a ring on average, or of the side of a torus for each of its dimensions. See
     section 3 of the scaling book.
 
     Args:

@@ -55,7 +55,7 @@ class Torus:
         return max(loads.values(), default=0)
 
     def _crossed(self, source: Place, destination: Place) -> Iterator[tuple[tuple[Place, int, int], float]]:
-        """The links of a message, as the place before each, its dimension and direction, and the share that takes it."""
+        """The links of a message: the place before each, its dimension and direction, and the share that takes it."""
         place = list(source)
         for dimension, (size, wraps) in enumerate(zip(self.sizes, self.wraps, strict=True)):
             ahead = destination[dimension] - source[dimension]

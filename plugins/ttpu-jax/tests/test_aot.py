@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
-from ttpu_core.sharding.torus import Torus
 from ttpu_core.sharding.hardware import slice_sizes
+from ttpu_core.sharding.torus import Torus
 from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology

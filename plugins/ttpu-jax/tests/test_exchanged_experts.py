@@ -78,7 +78,8 @@ def test_output_and_gradients_are_those_of_one_device(kind: str, mesh: str, rule
 def test_rows_that_have_no_room_are_exchanged_later(kind: str, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanged_experts, "ROOM", room)
     spec = KINDS[kind]
-    assert_same(with_gradients(spec, arrays(spec), tokens(), placed("expert=4,tensor=2", ROWS_TOO)), on_one_device(spec))
+    placement = placed("expert=4,tensor=2", ROWS_TOO)
+    assert_same(with_gradients(spec, arrays(spec), tokens(), placement), on_one_device(spec))
 
 
 @pytest.mark.parametrize("kind", ["topk_softmax", "identities", "corrected_groups"])

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from ttpu_core.sharding.parallelism import parse_mesh
-from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, NormSpec, RouterSpec
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
+from ttpu_core.spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
 from ttpu_core.spec.parameters import layer_parameters
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
@@ -27,11 +28,19 @@ KERNEL_BYTES = 128 * EXPERT_BYTES
 
 
 def compiled(
-    mesh_text: str, batch: int, seq: int, *, spec: MoESpec = SPEC, gradient: bool = False, hidden: int = HIDDEN
+    mesh_text: str,
+    batch: int,
+    seq: int,
+    *,
+    spec: MoESpec = SPEC,
+    gradient: bool = False,
+    hidden: int = HIDDEN,
+    topology_name: str = "v5e:2x4",
+    strategy: Strategy = DEFAULT_STRATEGY,
 ) -> CompiledProgram:
-    """The layer, or its gradient, for eight v5e devices."""
-    topology = tpu_topology("v5e:2x4")
-    placement = Placement(make_mesh(topology, parse_mesh(mesh_text)))
+    """The layer, or its gradient, for eight devices."""
+    topology = tpu_topology(topology_name)
+    placement = Placement(make_mesh(topology, parse_mesh(mesh_text)), strategy)
     layer = LayerSpec(AttentionSpec(2, 2, 8), spec, NormSpec())
     table = {
         path.removeprefix("moe."): parameter
@@ -50,7 +59,7 @@ def compiled(
         return MoE(spec, Parameters(values, table), Runtime(placement))(x)
 
     def loss(values: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return forward(values, x).astype(jnp.float32).sum()
+        return (forward(values, x).astype(jnp.float32) ** 2).sum()
 
     return compile_for(topology, jax.grad(loss) if gradient else forward, values, x)
 
@@ -102,3 +111,22 @@ def test_a_gradient_gathers_over_fsdp_and_copies_nothing_more() -> None:
     gathered = [c for c in program.collectives if c.op == "all-gather" and c.result_bytes > 2**20]
     assert sum(c.result_bytes for c in gathered) <= kernel_bytes / 4 * 2  # forward, and once more for the gradient
     assert program.peak_bytes <= 8 * kernel_bytes / 8
+
+
+@pytest.mark.parametrize("topology_name", ["v5e:2x4", "tpu7x:2x2x1"])
+def test_rows_of_a_training_step_are_exchanged_in_the_background(topology_name: str) -> None:
+    """No device has all tokens, nor a row for each of their experts; on v5e an option of the compiler lets the core
+    compute meanwhile, on tpu7x SparseCores exchange."""
+    spec = replace(SPEC, num_experts=32, shared=MLPSpec(4096))
+    program = compiled(
+        "expert=8", 8, 512, spec=spec, gradient=True, topology_name=topology_name, strategy=TRAINING_STRATEGY
+    )
+    rows = 512 * spec.experts_per_token
+    exchanges = [one for one in program.collectives if one.op == "ragged-all-to-all" and one.count]
+    # Rows there, once for both passes, and back; gradients there and back; weights there twice, their gradients back.
+    assert all(one.is_async for one in exchanges) and len(exchanges) == 7
+    of_rows = [one for one in exchanges if one.result_bytes >= rows * HIDDEN * 2]
+    assert len(of_rows) == 4 and all(one.result_bytes <= 1.5 * rows * HIDDEN * 2 for one in of_rows)
+    largest = max(elements(shape) for shape in re.findall(r"= bf16(\[[\d,]+\])", program.hlo_text))
+    assert largest <= max(1.5 * rows * HIDDEN, 32 * 2 * 768 * HIDDEN // 8, 2 * 4096 * HIDDEN)
+    assert re.search(r"overflow/while", program.hlo_text)

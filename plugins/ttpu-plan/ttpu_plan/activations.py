@@ -10,7 +10,7 @@ from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard
-from ttpu_plan.tokens import expert_rows, local_tokens
+from ttpu_plan.tokens import exchanges, expert_rows, local_tokens
 from ttpu_plan.workload import Workload
 
 FLOAT32_BYTES = 4
@@ -18,7 +18,7 @@ FLOAT32_BYTES = 4
 
 def working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> int:
     """What the widest product of a layer gives, in float32; of a mixture's experts also the rows given to them, their
-    results and their sum, each of a token's experts having a row."""
+    results and their sum, each of a token's experts having a row, and the rows that devices send each other."""
     rows, tokens = local_tokens(model, workload)
     widest = experts = 0
     for one in kind.used:
@@ -27,7 +27,10 @@ def working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> in
             given = expert_rows(model, kind.used, workload, kind.layer.mlp)
             inner = prod(one.gathered[1:-1])
             if not one.path.endswith("down.kernel"):
-                experts = given * (3 * model.spec.hidden_size * workload.bytes_per_element + 4 * inner)
+                row = model.spec.hidden_size * workload.bytes_per_element
+                experts = given * (3 * row + 4 * inner)
+                if exchanges(model, kind.used, workload):  # what is sent and what comes back
+                    experts += rows * tokens * kind.layer.mlp.experts_per_token * (2 + (workload.task == "train")) * row
         elif one.is_matrix:
             widest = max(widest, 4 * rows * tokens * prod(one.gathered[:-1]))
     return max(widest, experts)

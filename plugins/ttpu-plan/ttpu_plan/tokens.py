@@ -33,7 +33,7 @@ ROOM = 1.5
 
 
 def gathered_along(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> tuple[str, ...]:
-    """Return the mesh axes along which a layer's tokens are gathered for its experts, or exchanged, in the mesh's order.
+    """Return the mesh axes along which a layer's tokens are gathered for experts, or exchanged, in the mesh's order.
 
     Args:
         model: on one device.

@@ -1,5 +1,5 @@
-"""Rows that devices send each other, as many as each needs (`jax.lax.ragged_all_to_all`), and which of them go where for
-experts that are divided over devices."""
+"""Rows that devices send each other, as many as each needs (`jax.lax.ragged_all_to_all`), and where those go that the
+experts of several devices are given."""
 
 from __future__ import annotations
 

@@ -161,16 +161,22 @@ def _given_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient
     return to_rows, to_weight[:, 0, :1].astype(weight.dtype), of_kernels, None
 
 
-_given.defvjp(
-    lambda rows, weight, kernels, table, how: (_given(rows, weight, kernels, table, how), (rows, weight, kernels, table)),
-    _given_gradients,
-)
+_given.defvjp(lambda *given: (_given(*given), given[:-1]), _given_gradients)
 
 
 def unset(shape: tuple[int, ...], dtype: Any, sizes: jax.Array) -> jax.Array:
-    """An array of this shape and dtype whose numbers are undefined, perhaps not even numbers: a TPU writes zeros for as
-    long as the rows that replace them take. It depends on the layer's `sizes`, so that JAX does not make one array for
-    all layers of a loop, which each of them would copy."""
+    """An array whose numbers are undefined, perhaps not even numbers: a TPU writes zeros for as long as the rows that
+    replace them take.
+
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        sizes: int32 [...], an array of the layer. The result depends on it, so that JAX does not make one array for all
+            layers of a loop, which each of them would copy.
+
+    Returns:
+        [*shape].
+    """
     make = partial(jax.lax.empty, shape, dtype)
     return jax.lax.cond(sizes.reshape(-1)[0] >= 0, make, make)
 

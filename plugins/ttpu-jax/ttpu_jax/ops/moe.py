@@ -318,8 +318,8 @@ def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 class Sorting(NamedTuple):
-    """Arrays [count * tokens], of assignments numbered choice by choice: that of each sorted row, the row of each assignment, and which assignments
-    go to experts in `kernels` (None: all)."""
+    """Arrays [count * tokens], of assignments numbered choice by choice: that of each sorted row, the row of each, and
+    which go to experts that are here (None: all)."""
 
     order: jax.Array
     place: jax.Array
