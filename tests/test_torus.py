@@ -44,6 +44,12 @@ def test_devices_of_one_chip_exchange_nothing_between_chips() -> None:
     assert pairs.busiest_link([range(4)]) == 4
 
 
+@pytest.mark.parametrize("line", [2, 4, 8, 16])
+def test_the_formula_for_a_line_is_its_time_too(line: int) -> None:
+    counted = torus((line,), False).all_to_all_seconds(2**26, [range(line)])
+    assert counted == pytest.approx(collective_seconds("all-to-all", 2**26, line, 45e9, 0.5), rel=0.01)
+
+
 @pytest.mark.parametrize("sizes", [(8,), (4, 4), (4, 4, 4)])
 def test_the_formula_for_rings_is_the_torus_time(sizes: tuple[int, ...]) -> None:
     devices, size = prod(sizes), 2**26

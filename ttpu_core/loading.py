@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 from ttpu_core.errors import RequestError
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 
 Purpose = Literal["generate", "serve", "train"]
 """What a model is opened for: its own `generate`, one serving engine, or training."""
-
-
-def usual_strategy(purpose: Purpose) -> Strategy:
-    """How the axes of a mesh divide a model that is opened for a purpose, unless rules say otherwise."""
-    return TRAINING_STRATEGY if purpose == "train" else DEFAULT_STRATEGY
 
 
 ProgressCallback = Callable[[str, float, float], None]

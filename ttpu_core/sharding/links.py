@@ -31,7 +31,8 @@ def collective_seconds(
     """
     if group_size <= 1:
         return 0.0
-    others, across = (group_size - 1) / group_size, axes * group_size ** (1 / axes) / 4
+    others, sides = (group_size - 1) / group_size, max(axes, 1)
+    across = sides * group_size ** (1 / sides) / 4
     sent = {
         "all-gather": others,
         "reduce-scatter": group_size - 1.0,

@@ -84,3 +84,9 @@ SHARES_WEIGHTS = frozenset(_WEIGHTS)
 TRAINING_STRATEGY = Strategy(tuple((axis, _TRAINING.get(axis, by)) for axis, by in DEFAULT_STRATEGY.rules))
 """`DEFAULT_STRATEGY` for a training step: devices along `expert` have their own rows, which they exchange for their
 experts, and share the other parameters as devices along `fsdp` do."""
+
+
+def usual_strategy(*, trains: bool) -> Strategy:
+    """Return how the axes of a mesh divide a model that is opened to train, or for something else, unless rules say
+    otherwise."""
+    return TRAINING_STRATEGY if trains else DEFAULT_STRATEGY

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ttpu_core.sharding.links import HOP_SECONDS
 
@@ -34,8 +35,9 @@ class Torus:
             result_bytes: that a device receives, its own share included.
             groups: devices; all groups have the same size.
         """
-        share = result_bytes / len(groups[0])
-        return self.busiest_link(groups) * share / self.link_bytes_per_second + self.diameter * HOP_SECONDS
+        shares = _busiest_link(self, tuple(map(tuple, groups)))
+        sent = shares * result_bytes / len(groups[0])
+        return sent / self.link_bytes_per_second + self.diameter * HOP_SECONDS
 
     @property
     def diameter(self) -> int:
@@ -71,3 +73,8 @@ class Torus:
                     yield ((*place[:dimension], at, *place[dimension + 1 :]), dimension, step), share
                     at = (at + step) % size
             place[dimension] = destination[dimension]
+
+
+@lru_cache(maxsize=64)
+def _busiest_link(torus: Torus, groups: tuple[tuple[int, ...], ...]) -> float:
+    return torus.busiest_link(groups)

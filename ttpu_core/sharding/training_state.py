@@ -76,7 +76,7 @@ class UpdateSettings:
         remat: what the backward pass computes again, one of `REMATS`; auto is the least that fits where memory is
             known, else full.
         zero_stage: what is divided over the devices that rows are divided over: 1 the optimizer's state, 2 gradients
-            too, 3 weights too, 0 nothing; None is 3 on a mesh with an axis fsdp, else 0.
+            too, 3 weights too, 0 nothing; None is 3 on a mesh with an axis fsdp or expert, else 0.
         offload_optimizer: the optimizer's state lies in the host's memory.
 
     Raises:

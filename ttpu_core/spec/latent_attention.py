@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ttpu_core.errors import ConfigError
-from ttpu_core.spec import MixerSpec, NormSpec, Parameter, QueryTemperature, StateSpec, axes
+from ttpu_core.spec import AttentionSpec, MixerSpec, NormSpec, Parameter, QueryTemperature, StateSpec, axes
 from ttpu_core.spec.rope import NO_ROPE, RopeSpec
 
 LATENT_NORM = NormSpec(eps=1e-6)
@@ -211,3 +211,16 @@ def _parameters(options: Mapping[str, Any], hidden: int, *, bias: bool) -> Itera
     yield "output.kernel", Parameter((hidden, heads * value), (axes.EMBED, axes.Q_HEADS))
     if bias:
         yield "output.bias", Parameter((hidden,), (axes.NORM,), "zeros")
+
+
+def latent_pages(spec: LatentAttentionSpec) -> AttentionSpec:
+    """Describe the absorbed form of latent attention as an `AttentionSpec`: all heads share one key of kv_lora_rank +
+    qk_rope_head_dim features, of which the first kv_lora_rank are the value."""
+    rank = spec.kv_lora_rank
+    return AttentionSpec(
+        num_heads=spec.num_heads,
+        num_kv_heads=1,
+        head_dim=rank + spec.qk_rope_head_dim,
+        v_head_dim=rank,
+        scale=spec.scale,
+    )

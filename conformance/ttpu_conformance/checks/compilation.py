@@ -24,7 +24,7 @@ INFERENCE = {
     "collective-broadcast": "a token or a position",
 }
 WITH_EXPERTS = {"all-to-all": "tokens on their way to experts on other devices", "ragged-all-to-all": "the same"}
-TRAINING = INFERENCE | WITH_EXPERTS | {"all-gather": "weights sharded along `fsdp`, layer by layer"}
+TRAINING = INFERENCE | WITH_EXPERTS | {"all-gather": "weights sharded along `fsdp` and `expert`, layer by layer"}
 WEIGHTS_GATHERED = 4
 """How many times a train step may gather all weights: forward, recomputation, backward, and one more in float32."""
 

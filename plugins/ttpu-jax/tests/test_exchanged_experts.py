@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from moe_cases import BASE, KINDS, Arrays, arrays, assert_close, assert_same, loss, module, table, tokens
 
+from ttpu_core.sharding import experts
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import MLPSpec, MoESpec, axes
 from ttpu_jax.model.moe import MoE
@@ -76,7 +77,7 @@ def test_output_and_gradients_are_those_of_one_device(kind: str, mesh: str, rule
 @pytest.mark.parametrize("room", [0.3, 1.0])
 @pytest.mark.parametrize("kind", ["topk_softmax", "identities"])
 def test_rows_that_have_no_room_are_exchanged_later(kind: str, room: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanged_experts, "ROOM", room)
+    monkeypatch.setattr(experts, "ROOM", room)
     spec = KINDS[kind]
     placement = placed("expert=4,tensor=2", ROWS_TOO)
     assert_same(with_gradients(spec, arrays(spec), tokens(), placement), on_one_device(spec))
@@ -84,7 +85,7 @@ def test_rows_that_have_no_room_are_exchanged_later(kind: str, room: float, monk
 
 @pytest.mark.parametrize("kind", ["topk_softmax", "identities", "corrected_groups"])
 def test_rows_that_nobody_sends_do_not_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanged_experts, "unset", lambda shape, dtype, _: jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(exchanged_experts, "unset", lambda shape, dtype, *_, **__: jnp.full(shape, jnp.nan, dtype))
     spec = KINDS[kind]
     for mesh, rules in (("expert=4,tensor=2", ROWS_TOO), ("data=4,tensor=2", BY_DATA)):
         assert_same(with_gradients(spec, arrays(spec), tokens(), placed(mesh, rules)), on_one_device(spec))
@@ -138,7 +139,7 @@ def test_rows_are_exchanged_as_ragged_all_to_all_says() -> None:
             for source in range(4):
                 start = sizes[source].reshape(-1)[: device * 2 + expert].sum()
                 expected[device] += rows[source][start : start + sizes[source, device, expert]]
-    assert int(found.most) == max(map(len, expected))
+    assert int(found.busiest) == max(map(len, expected))
     most, mesh = 24, jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     numbers = jnp.stack([jnp.arange(most) + 100 * source for source in range(4)]).reshape(-1, 1)
 

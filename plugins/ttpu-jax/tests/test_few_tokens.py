@@ -16,11 +16,12 @@ from strategies import FAMILIES
 
 from ttpu import AutoModelForTPU
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.sharding.experts import FEW
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ActivationSpec, MoESpec, RouterSpec, axes
 from ttpu_jax.model.moe import MoE
 from ttpu_jax.ops import few_tokens, few_tokens_tpu
-from ttpu_jax.ops.few_tokens import FEW, Router, run_few
+from ttpu_jax.ops.few_tokens import Router, run_few
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, weigh_experts
 from ttpu_jax.params.placement import local_placement
 

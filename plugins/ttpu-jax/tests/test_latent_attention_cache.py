@@ -17,6 +17,7 @@ from ttpu_jax.model.cache import StateCache, empty_cache
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.ops.attention import latent_decode
 from ttpu_jax.params.placement import Placement, local_placement
 
 FLOAT32 = np.dtype(np.float32)
@@ -49,8 +50,11 @@ def architecture(**changes: Any) -> ArchitectureSpec:
 class Model:
     """A decoder with random parameters, equal on every mesh and however its layers are held."""
 
-    def __init__(self, spec: ArchitectureSpec, mesh: str | None = None, *, stacked: bool = False) -> None:
+    def __init__(
+        self, spec: ArchitectureSpec, mesh: str | None = None, *, stacked: bool = False, attention: str = "eager"
+    ) -> None:
         self.spec, self.stacked, self.placement = spec, stacked, local_placement(mesh)
+        self.attention = attention
         self.table = stacked_parameters(spec) if stacked else spec.parameters
         random = np.random.default_rng(1)
         whole = {
@@ -68,7 +72,7 @@ class Model:
         }
 
     def decoder(self, params: Any) -> Decoder:
-        runtime = Runtime(self.placement, "eager", different_ropes(self.spec.layers))
+        runtime = Runtime(self.placement, self.attention, different_ropes(self.spec.layers))
         return causal_model(self.spec, runtime, stacked=self.stacked).module(params)
 
     def logits(self) -> np.ndarray:
@@ -76,8 +80,8 @@ class Model:
         run = jax.jit(lambda params, tokens, positions: self.decoder(params)(tokens, positions)[0])
         return np.asarray(run(self.params, TOKENS, positions))
 
-    def logits_in_parts(self, lengths: list[int], *, fresh: bool = False) -> np.ndarray:
-        cache = empty_cache(self.spec, len(TOKENS), 16, self.placement, FLOAT32, stacked=self.stacked)
+    def logits_in_parts(self, lengths: list[int], *, fresh: bool = False, slots: int = 16) -> np.ndarray:
+        cache = empty_cache(self.spec, len(TOKENS), slots, self.placement, FLOAT32, stacked=self.stacked)
         run = jax.jit(
             lambda params, tokens, cache, fresh: self.decoder(params)(tokens, None, cache, fresh=fresh),
             static_argnums=3,
@@ -112,6 +116,20 @@ def test_heads_cut_over_devices_read_the_cache_as_one_device_does() -> None:
     model = Model(spec, "tensor=4")
     assert model.params["layers.0.mixer.key_up.kernel"].sharding.shard_shape((4, 8, RANK)) == (1, 8, RANK)
     assert_equal(model.logits_in_parts([10, 1, 1], fresh=True), Model(spec).logits())
+
+
+@pytest.mark.parametrize("mesh", [None, "data=2,tensor=2"])
+def test_the_kernel_for_decode_steps_reads_the_cache_as_the_absorbed_form_does(
+    mesh: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", 1)
+    steps: list[Any] = []
+    attend = latent_decode.latent_decode
+    monkeypatch.setattr(latent_decode, "latent_decode", lambda *given: steps.append(given) or attend(*given))
+    spec = architecture(q_lora_rank=10)
+    model = Model(spec, mesh, attention="decode_attention")
+    assert_equal(model.logits_in_parts([9, 1, 1, 1], fresh=True, slots=256), Model(spec).logits())
+    assert steps
 
 
 def test_the_cache_holds_a_latent_and_one_rotated_key_per_token_and_nothing_per_head() -> None:

@@ -17,8 +17,8 @@ from ttpu_core import default_registry, open_checkpoint
 from ttpu_core.errors import PlanError, RequestError, UnsupportedError
 from ttpu_core.loading import Purpose, planned_architecture
 from ttpu_core.sharding.hardware import parse_topology
-from ttpu_core.sharding.parallelism import strategy_with
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
+from ttpu_core.sharding.parallelism import resolve_parallelism, strategy_with
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
 from ttpu_jax import parallel
 from ttpu_jax.parallel import placement_for, planned
 from ttpu_jax.params.mesh import arrange
@@ -63,6 +63,8 @@ def test_an_axis_along_which_nothing_is_cut_is_refused(spec: Any) -> None:
         placement_for(spec, parallelism_strategy="expert=8")
     placement_for(spec, parallelism_strategy="data=8")
     placement_for(spec, parallelism_strategy="sequence=8")
+    with pytest.raises(UnsupportedError, match="2 devices along 'expert', but nothing of this llama is sharded"):
+        placement_for(spec, parallelism_strategy="fsdp=4,expert=2", purpose="train")
 
 
 def test_auto_plans_for_the_dtype_that_is_loaded(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +197,29 @@ def test_a_plan_that_shards_experts_along_the_rows_is_followed(mixture: Path, tm
     asked = {"max_new_tokens": 4, "do_sample": False}
     alone = AutoModelForTPU.from_pretrained(mixture)
     assert np.array_equal(model.generate(prompts, **asked), alone.generate(prompts, **asked))
+
+
+def test_to_train_rows_and_features_are_divided_along_the_experts_axis_too(mixture: Path) -> None:
+    spec = architecture_of(mixture)
+    one, two = (
+        placement_for(spec, mesh=mesh, purpose="train")
+        for mesh in ("fsdp=2,expert=4", resolve_parallelism("fsdp=2,expert=4", 8))
+    )
+    assert one == two and one.strategy == TRAINING_STRATEGY
+    assert one.axes_of("batch") == one.axes_of("embed") == ("fsdp", "expert")
+    assert placement_for(spec, mesh="expert=8").axes_of("batch") == ()
+    own = placement_for(spec, parallelism_strategy="expert=8", sharding_rules={"batch": "data"}, purpose="train")
+    assert own.axes_of("batch") == () and own.axes_of("embed") == ("expert",)
+    assert one.axes_across_slices == frozenset()
+
+
+def test_a_model_that_is_opened_to_train_generates_as_any_other(mixture: Path) -> None:
+    model = AutoModelForTPU.from_pretrained(mixture, mesh="fsdp=2,expert=4", purpose="train", dtype="float32")
+    alone = AutoModelForTPU.from_pretrained(mixture, dtype="float32")
+    for rows in (8, 3):  # which the devices divide, and do not
+        prompts = np.random.default_rng(0).integers(1, 60, (rows, 4))
+        asked = {"max_new_tokens": 4, "do_sample": False}
+        assert np.array_equal(model.generate(prompts, **asked), alone.generate(prompts, **asked))
 
 
 def test_auto_generates_with_the_rules_of_the_fastest_plan() -> None:

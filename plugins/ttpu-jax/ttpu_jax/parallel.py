@@ -3,19 +3,20 @@ a `Placement` on the available devices. "auto" asks the planner."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.loading import Purpose, usual_strategy
+from ttpu_core.loading import Purpose
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import chip_named, chip_of_device_kind
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
-from ttpu_core.sharding.strategy import STAGE, Strategy
-from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, STAGE, Strategy, usual_strategy
+from ttpu_core.spec import ArchitectureSpec, MoESpec, axes
 from ttpu_jax.model.pipeline import check_stages, stages_of
 from ttpu_jax.params.mesh import number_of_slices
 from ttpu_jax.params.padding import pad_for
@@ -66,13 +67,15 @@ def placement_for(
             plan, spec, dtype=dtype, quantization=quantization, purpose=purpose, backend="JAX"
         )
         return local_placement(followed)
-    usual = usual_strategy(purpose)
+    usual = usual_strategy(trains=purpose == "train")
     strategy = strategy_with(sharding_rules, usual)
     argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
         return local_placement(planned(spec, jax.devices(), strategy, dtype, purpose))
     if isinstance(asked, str):
         asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument, usual=usual)
+    if isinstance(asked, Parallelism) and asked.strategy == DEFAULT_STRATEGY:
+        asked = replace(asked, strategy=strategy)
     placement = local_placement(asked, strategy)
     _refuse_idle_axes(spec, placement, purpose)
     return placement
@@ -117,8 +120,11 @@ def _refuse_idle_axes(spec: ArchitectureSpec, placement: Placement, purpose: Pur
         check_stages(spec, stages)
     sizes = dict(placement.mesh.shape)
     padded, _ = pad_for(spec, placement)
+    mixes = any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
     busy = {axis for logical in (axes.BATCH, axes.SEQUENCE, axes.LAYERS) for axis in placement.axes_of(logical)}
     for path, parameter in padded.parameters.items():
         for mesh_axes in placement.strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path):
             busy.update(mesh_axes)
+    if not mixes and placement.strategy == usual_strategy(trains=purpose == "train"):
+        busy.discard("expert")  # which would be another name of fsdp
     refuse_idle_axes(spec.model_type, sizes, busy)

@@ -1,12 +1,14 @@
 """Predicted time: rooflines that can be computed by hand, rings and lines, and an order of meshes that makes sense."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from test_plan_memory import LLAMA, published, sharing
 
 from ttpu_core.sharding.hardware import CHIPS, Topology, parse_topology
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, slice_axes
+from ttpu_core.sharding.torus import Torus
 from ttpu_core.sharding.training_state import REMATS, UpdateSettings
 from ttpu_plan.cost import HBM_SHARE, MXU_SHARE, estimate_time
 from ttpu_plan.links import LINE, links_of
@@ -174,6 +176,32 @@ def test_the_last_axis_gets_whole_dimensions_before_the_others() -> None:
     links = links_of({"data": 8, "tensor": 2}, Topology(CHIPS["v5e"], (4, 4)))
     assert set(links.rings) == {"data", "tensor"}
     assert links.rings["tensor"] == LINE
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("v5e:2x4", {"fsdp": 2, "expert": 4}),
+        ("v5e:4x8", {"fsdp": 4, "expert": 8}),
+        ("v5e:16x16", {"fsdp": 16, "expert": 16}),
+        ("v5p:4x4x4", {"fsdp": 4, "expert": 16}),
+    ],
+)
+def test_an_exchange_takes_as_long_as_its_busiest_link(name: str, mesh: dict[str, int]) -> None:
+    topology = parse_topology(name)
+    places = tuple(product(*map(range, topology.size)))
+    torus = Torus(places, topology.size, topology.wraps, topology.chip.ici_bytes_per_second)
+    size = mesh["expert"]
+    groups = [range(first, first + size) for first in range(0, topology.num_devices, size)]  # the last dimensions
+    ici, dcn = links_of(mesh, topology).seconds("ragged-all-to-all", 2**28, ("expert",))
+    assert (ici, dcn) == (pytest.approx(torus.all_to_all_seconds(2**28, groups), rel=0.05), 0.0)
+
+
+def test_an_exchange_between_slices_sends_what_goes_there() -> None:
+    topology = parse_topology("2*v5e:4x4")
+    links = links_of({"expert": 32}, topology, {"expert": 2})
+    rate = topology.chip.dcn_bytes_per_second / (topology.devices_per_slice // (topology.num_hosts // 2))
+    assert links.seconds("ragged-all-to-all", 2**28, ("expert",))[1] == pytest.approx(2**27 / rate, rel=0.01)
 
 
 def test_slices_lie_along_the_axes_that_talk_least() -> None:

@@ -25,7 +25,7 @@ from ttpu_plan.plan import Plan
 from ttpu_plan.plan_file import load_plan, plan_json, save_plan
 from ttpu_plan.planner import Request, best_plan, plans, strategies
 from ttpu_plan.shards import shard_model
-from ttpu_plan.tokens import busiest_share, exchanges, expert_rows, expert_tokens
+from ttpu_plan.tokens import Exchange, busiest_share, exchange_for, expert_rows, expert_tokens
 from ttpu_plan.workload import Workload
 
 QWEN = "ttpu_qwen/configs/qwen3-30b-a3b.json"
@@ -147,7 +147,7 @@ def test_rows_of_many_tokens_are_sent_to_their_experts_and_back() -> None:
     links = links_of(MESH, topology)
     of_layer = [
         links.seconds("all-reduce", 2048 * features * 2, ("tensor",)),  # attention's sums
-        *[links.seconds("ragged-all-to-all", 2048 * 8 * features * 2, ("data",))] * 2,
+        *[links.seconds("ragged-all-to-all", 2048 * 8 / 4 * features * 2, ("data",))] * 2,
         links.seconds("all-reduce", 2048 * features * 4, ("tensor",)),
     ]
     embedded, _ = links.seconds("all-reduce", 2048 * features * 2, ("tensor",))
@@ -156,9 +156,10 @@ def test_rows_of_many_tokens_are_sent_to_their_experts_and_back() -> None:
     model = shard_model(spec, MESH, OVER_ROWS)
     mixture, used = spec.layers[0].mlp, model.layers[0].used
     assert isinstance(mixture, MoESpec)
-    assert exchanges(model, used, workload) and expert_rows(model, used, workload, mixture) == 1.5 * 2048 * 8
-    assert not exchanges(model, used, DECODE) and expert_rows(model, used, DECODE, mixture) == 32 * 8
-    assert not exchanges(model, used, replace(PREFILL, batch=1))  # its tokens are on all devices already
+    assert exchange_for(model, used, workload) == Exchange(("data",), 2, 4)
+    assert expert_rows(model, used, workload, mixture) == 1.5 * 2048 * 8 / 4
+    assert exchange_for(model, used, DECODE) is None and expert_rows(model, used, DECODE, mixture) == 32 * 8
+    assert exchange_for(model, used, replace(PREFILL, batch=1)) is None  # its tokens are on all devices already
 
 
 def test_a_training_step_sends_rows_again_for_its_gradient() -> None:
@@ -167,7 +168,7 @@ def test_a_training_step_sends_rows_again_for_its_gradient() -> None:
     links, sent = links_of(mesh, topology), 4096 * 8 * spec.hidden_size * 2
     once, twice = (links.seconds("ragged-all-to-all", times * sent, ("expert",))[0] for times in (1, 2))
     model = shard_model(spec, mesh, TRAINING_STRATEGY)
-    assert exchanges(model, model.layers[0].used, step)
+    assert exchange_for(model, model.layers[0].used, step) == Exchange(("expert",), 4, 1)
     found, of_double = (
         estimate_time(spec, mesh, topology, replace(step, batch=batch), TRAINING_STRATEGY) for batch in (16, 32)
     )

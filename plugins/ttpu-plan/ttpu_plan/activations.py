@@ -10,7 +10,7 @@ from ttpu_core.spec import AttentionSpec, LayerSpec, MoESpec, axes
 from ttpu_core.spec.latent_attention import LatentAttentionSpec
 from ttpu_core.spec.parameters import norm_names
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard
-from ttpu_plan.tokens import exchanges, expert_rows, local_tokens
+from ttpu_plan.tokens import exchange_for, expert_rows, local_tokens
 from ttpu_plan.workload import Workload
 
 FLOAT32_BYTES = 4
@@ -29,7 +29,7 @@ def working_set(model: ModelShards, kind: LayerShards, workload: Workload) -> in
             if not one.path.endswith("down.kernel"):
                 row = model.spec.hidden_size * workload.bytes_per_element
                 experts = given * (3 * row + 4 * inner)
-                if exchanges(model, kind.used, workload):  # what is sent and what comes back
+                if exchange_for(model, kind.used, workload):  # what is sent and what comes back
                     experts += rows * tokens * kind.layer.mlp.experts_per_token * (2 + (workload.task == "train")) * row
         elif one.is_matrix:
             widest = max(widest, 4 * rows * tokens * prod(one.gathered[:-1]))

@@ -38,9 +38,10 @@ from ttpu_plan.optimizer_state import state_bytes
 from ttpu_plan.plan import replica_mesh
 from ttpu_plan.shards import LayerShards, ModelShards, ParameterShard, shard_model, tiled_bytes
 from ttpu_plan.tokens import (
+    Exchange,
     axes_of_rows,
     busiest_share,
-    exchanges,
+    exchange_for,
     expert_rows,
     expert_tokens,
     gathered_along,
@@ -251,10 +252,10 @@ class _Program:
     def _exchange_for_experts(self, part: _Part, kind: LayerShards) -> None:
         """Each device adds what its experts, and its part of each, give to all of their tokens, in float32. Tokens that
         are sharded along the experts' axes are gathered before, or sent to their experts and back."""
-        gathered = gathered_along(self.model, kind.used, self.workload)
-        if exchanges(self.model, kind.used, self.workload):
-            self._send_to_experts(part, kind, gathered)
+        if exchange := exchange_for(self.model, kind.used, self.workload):
+            self._send_to_experts(part, kind, exchange)
             return
+        gathered = gathered_along(self.model, kind.used, self.workload)
         features = expert_tokens(self.model, kind.used, self.workload) * self.model.spec.hidden_size
         for one in kind.used:
             if one.of_experts and one.path.endswith("down.kernel"):
@@ -262,20 +263,21 @@ class _Program:
                 self._sum(part, features * 4, by, times)
                 self._between(part, "all-gather", features * self.workload.bytes_per_element, gathered, times)
 
-    def _send_to_experts(self, part: _Part, kind: LayerShards, along: tuple[str, ...]) -> None:
+    def _send_to_experts(self, part: _Part, kind: LayerShards, exchange: Exchange) -> None:
         """A row for each of a token's experts goes there and back; for the gradient rows go there again, and gradients
         both ways. What devices with the same tokens give them is added."""
         rows, tokens = local_tokens(self.model, self.workload)
         mlp, features = kind.layer.mlp, rows * tokens * self.model.spec.hidden_size
         assert isinstance(mlp, MoESpec)
-        sent = features * mlp.experts_per_token * self.workload.bytes_per_element
-        ici, dcn = self.links.seconds("ragged-all-to-all", sent, along)
+        sent = features * mlp.experts_per_token / exchange.same * self.workload.bytes_per_element
+        ici, dcn = self.links.seconds("ragged-all-to-all", sent, exchange.along)
         times = 2 + 3 * self.trains
         part.sums += times * ici
         part.sums_dcn += times * dcn
         for one in kind.used:
             if one.of_experts and one.path.endswith("down.kernel"):
-                by = tuple(a for of in (one.multiplied_axes[0], one.multiplied_axes[-1]) for a in of if a not in along)
+                adding = (*one.multiplied_axes[0], *one.multiplied_axes[-1])
+                by = tuple(axis for axis in adding if axis not in exchange.along)
                 self._sum(part, features * 4, by, self.forwards(one, kind))
 
     def _sum(self, part: _Part, size: float, by: tuple[str, ...], forwards: float = 1) -> None:

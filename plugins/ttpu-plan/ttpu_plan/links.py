@@ -53,6 +53,8 @@ class Links:
         ici = collective_seconds(op, of_slice, group, self.ici_bytes_per_second, max(rings, LINE))
         if slices == 1:
             return ici, 0.0
+        if "all-to-all" in op:  # all that goes to other slices
+            return ici, result_bytes * (slices - 1) / slices / self.dcn_bytes_per_second + DCN_SECONDS
         own = result_bytes * (slices if op == "reduce-scatter" else 1) / (1 if op == "reduce-scatter" else group)
         sent = own * (slices - 1) / slices * (2 if op == "all-reduce" else 1)
         return ici, sent / self.dcn_bytes_per_second + DCN_SECONDS

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from ttpu_core.errors import PlanError
 from ttpu_core.sharding.hardware import Topology, parse_topology
 from ttpu_core.sharding.parallelism import Parallelism, rules_text
-from ttpu_core.sharding.strategy import Strategy
+from ttpu_core.sharding.strategy import Strategy, usual_strategy
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_plan.estimate import MemoryEstimate, TimeEstimate
 from ttpu_plan.workload import Workload
-from ttpu_plan.zero import usual_of
 
 REPLICAS = "data"
 """The mesh axis along which a plan to serve has replicas: servers that know nothing of each other."""
@@ -105,7 +104,7 @@ class Plan:
     @property
     def rules(self) -> str:
         """The rules that are not the usual ones, as `ttpu_core.sharding.parallelism.parse_rules` reads them."""
-        return rules_text(self.strategy, usual_of("training" if self.program("train") else "generation"))
+        return rules_text(self.strategy, usual_strategy(trains=self.program("train") is not None))
 
     @property
     def hbm_bytes(self) -> int:

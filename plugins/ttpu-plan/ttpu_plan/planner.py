@@ -16,7 +16,7 @@ from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.serving import StepSize
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, usual_strategy
 from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_plan.cost import estimate_time
@@ -25,7 +25,7 @@ from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimat
 from ttpu_plan.served import limits_for, planning_backend, served_workloads, shapes_for
 from ttpu_plan.shards import admissible, shard_model
 from ttpu_plan.workload import Workload
-from ttpu_plan.zero import batch_axes, usual_of, weight_strategy
+from ttpu_plan.zero import batch_axes, weight_strategy
 
 Purpose = Literal["inference", "generation", "training"]
 Mesh = dict[str, int]
@@ -84,7 +84,7 @@ class Request:
                 "tokens of an answer in a plan for generation: leave it out, or let it be 1 or more."
             )
         if self.strategy is None:
-            object.__setattr__(self, "strategy", usual_of(self.purpose))
+            object.__setattr__(self, "strategy", usual_strategy(trains=self.purpose == "training"))
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
         replace(first, step=step, kv_cache=self.kv_cache)

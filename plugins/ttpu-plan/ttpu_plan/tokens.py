@@ -5,8 +5,10 @@ experts (`ttpu_jax.model.moe.Experts`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import log, prod, sqrt
 
+from ttpu_core.sharding.experts import FEW, room_for_rows
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.spec import MoESpec, axes
 from ttpu_plan.shards import ModelShards, ParameterShard
@@ -24,12 +26,6 @@ def local_tokens(model: ModelShards, workload: Workload) -> tuple[int, int]:
 def axes_of_rows(model: ModelShards, workload: Workload) -> set[str]:
     """Return the mesh axes that shard rows or their tokens."""
     return set(model.axes_of(axes.BATCH, workload.rows_at_once)) | set(model.axes_of(axes.SEQUENCE, workload.tokens))
-
-
-FEW = 128
-"""Tokens of which all are multiplied by each expert that is read, see `ttpu_jax.ops.few_tokens`: they are gathered."""
-ROOM = 1.5
-"""The rows of a device's buffer, as a multiple of those that it receives on average, where tokens are exchanged."""
 
 
 def gathered_along(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> tuple[str, ...]:
@@ -56,16 +52,35 @@ def expert_tokens(model: ModelShards, experts: Iterable[ParameterShard], workloa
     return rows * tokens * prod(model.mesh[axis] for axis in gathered_along(model, experts, workload))
 
 
-def exchanges(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> bool:
-    """Whether devices send each of a layer's tokens to the devices of its experts alone.
+@dataclass(frozen=True)
+class Exchange:
+    """How devices send a layer's tokens to their experts.
+
+    Attributes:
+        along: the mesh axes that divide tokens and experts.
+        devices: that exchange their tokens.
+        same: that have the same tokens, and other experts.
+    """
+
+    along: tuple[str, ...]
+    devices: int
+    same: int
+
+
+def exchange_for(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload) -> Exchange | None:
+    """Return how devices send a layer's tokens to their experts; None where they gather all of them, or none.
 
     Args:
         model: on one device.
         experts: the layer's parameters; those of experts count.
         workload: the program.
     """
-    along = gathered_along(model, experts, workload)
-    return bool(along) and (workload.task == "train" or expert_tokens(model, experts, workload) > FEW)
+    by_experts = next((one.multiplied_axes[0] for one in experts if one.of_experts and one.is_matrix), ())
+    along = tuple(axis for axis in by_experts if axis in axes_of_rows(model, workload))
+    if not along or expert_tokens(model, experts, workload) <= FEW:
+        return None
+    devices = prod(model.mesh[axis] for axis in along)
+    return Exchange(along, devices, prod(model.mesh[axis] for axis in by_experts) // devices)
 
 
 def expert_rows(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload, mlp: MoESpec) -> int:
@@ -78,10 +93,12 @@ def expert_rows(model: ModelShards, experts: Iterable[ParameterShard], workload:
         workload: the program.
         mlp: the mixture.
     """
-    if not exchanges(model, experts, workload):
+    exchange = exchange_for(model, experts, workload)
+    if exchange is None:
         return expert_tokens(model, experts, workload) * mlp.experts_per_token
     rows, tokens = local_tokens(model, workload)
-    return int(ROOM * rows * tokens * mlp.experts_per_token)
+    held = mlp.num_experts // (exchange.devices * exchange.same)
+    return room_for_rows(rows * tokens, mlp.experts_per_token, held, exchange.devices, exchange.same)
 
 
 def busiest_share(mlp: MoESpec, tokens: int, devices: int) -> float:

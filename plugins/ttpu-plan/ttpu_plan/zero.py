@@ -5,17 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, SHARES_WEIGHTS, TRAINING_STRATEGY, Strategy
+from ttpu_core.sharding.strategy import SHARES_WEIGHTS, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_plan.shards import admissible
 
 FEATURES = (axes.EMBED, axes.LATENT)
 """Logical axes of parameters that the axes of the batch may shard."""
-
-
-def usual_of(purpose: str) -> Strategy:
-    """The usual strategy of a plan's purpose, "training" or another."""
-    return TRAINING_STRATEGY if purpose == "training" else DEFAULT_STRATEGY
 
 
 def batch_axes(mesh: Mapping[str, int], strategy: Strategy) -> tuple[str, ...]:

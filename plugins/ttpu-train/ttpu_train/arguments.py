@@ -76,8 +76,8 @@ class TrainingArguments:
         gradient_checkpointing: False is remat="none", True is remat="full" where remat is "auto".
         remat: what is computed again in the backward pass instead of being kept: full, attention, gate, dots, mlp,
             none, or auto, the least that fits.
-        zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an "fsdp"
-            axis, else 0.
+        zero_stage: 1 shards the optimizer's state, 2 gradients too, 3 weights too; None is 3 on a mesh with an axis
+            "fsdp" or "expert", else 0.
         pipeline_schedule: how the parts of `gradient_accumulation_steps` pass the stages of a mesh with the axis
             "stage": "gpipe", or "1f1b", which keeps the activations of fewer parts.
         parallelism_strategy: how the model is sharded, as for `AutoModelForTPU.from_pretrained`.

@@ -124,7 +124,7 @@ class StepSettings:
         loss: what is minimized.
         accumulation: parts that a batch is computed in, one after the other; the update is that of the whole batch.
         zero_stage: what is sharded over the axes that shard the batch: 1 the optimizer's state, 2 gradients too, 3
-            weights too (arXiv 1910.02054); 0 nothing. None is 3 where the mesh has an axis "fsdp", else 0.
+            weights too (arXiv 1910.02054); 0 nothing. None is 3 where the mesh has an axis fsdp or expert, else 0.
         compute_dtype: of activations and of the weights that they are multiplied with; masters are float32. "auto" is
             bfloat16 on accelerators and float32 on CPUs.
         remat: what is computed again in the backward pass: one of `ttpu_core.sharding.training_state.REMATS`, or "auto"

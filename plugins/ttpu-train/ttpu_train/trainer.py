@@ -444,7 +444,7 @@ class Trainer:
 
     def _reward_model(self, source: str) -> Any:
         """A reward model beside the model in training, divided over the same devices."""
-        options = {"dtype": "auto", "parallelism_strategy": planned_mesh(self.args)}
+        options = {"dtype": "auto", "purpose": "train", "parallelism_strategy": planned_mesh(self.args)}
         return opened_reward_model(self.backend, source, options)
 
     @property

@@ -18,7 +18,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.quantization.report import stored_formats
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
+from ttpu_core.sharding.strategy import Strategy, usual_strategy
 from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
@@ -207,7 +207,7 @@ def compile_report(
     kind = model_dtype(dtype)
     topology = tpu_topology(topology_name)
     axis = "fsdp" if task == "train" else "tensor"
-    strategy = strategy or (TRAINING_STRATEGY if task == "train" else DEFAULT_STRATEGY)
+    strategy = strategy or usual_strategy(trains=task == "train")
     placement = Placement(make_mesh(topology, mesh or {axis: len(topology.devices)}, slices), strategy)
     attention = attention_choice(
         spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)

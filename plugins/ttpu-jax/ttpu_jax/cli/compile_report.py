@@ -251,9 +251,10 @@ def _reporter(
     from functools import partial
 
     from ttpu_core.errors import RequestError
-    from ttpu_core.loading import planned_architecture, undescribed_config, usual_strategy
+    from ttpu_core.loading import planned_architecture, undescribed_config
     from ttpu_core.registry import default_registry
     from ttpu_core.sharding.parallelism import parse_rules, strategy_with
+    from ttpu_core.sharding.strategy import usual_strategy
     from ttpu_jax.aot.report import ReportsWithoutPlugin
     from ttpu_jax.aot.report import compile_report as of_architecture
 
@@ -261,7 +262,7 @@ def _reporter(
     fallback = None if config is None else default_registry().fallback("jax")
     if config is None or not isinstance(fallback, ReportsWithoutPlugin):
         architecture, rules, plan = planned_architecture(checkpoint), options["sharding_rules"], options["plan"]
-        usual = usual_strategy(purpose)
+        usual = usual_strategy(trains=purpose == "train")
         layout: dict[str, Any] = {"strategy": strategy_with(parse_rules(rules) if rules else None, usual)}
         if plan is not None:
             planner: Planner = default_registry().service("planner")

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from ttpu_core.sharding.training_state import ATTENTION
 from ttpu_core.spec import AttentionSpec, axes
-from ttpu_core.spec.latent_attention import LatentAttentionSpec
+from ttpu_core.spec.latent_attention import LatentAttentionSpec, latent_pages
 from ttpu_jax.model.custom import CachingMixer
 from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, value_of
 from ttpu_jax.model.step_cache import LatentQueries, Latents, StepCache, TokenKeys
 from ttpu_jax.ops import attention as attention_ops
+from ttpu_jax.ops.attention import latent_decode
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention
@@ -114,7 +115,9 @@ class LatentAttention(CachingMixer):
         mixed = keys.attend(queries.values[:, :, :, None], queries.positions, self.attention, self.runtime)
         return mixed[:, :, :, 0]
 
-    def absorbed(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
+    def absorbed(
+        self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, *, of_stack: bool = False
+    ) -> jax.Array:
         """Attend to cached latents without expanding them.
 
         `key_up` is applied to the queries, whose keys are then the latents, and `value_up` is applied to the attention
@@ -124,6 +127,7 @@ class LatentAttention(CachingMixer):
             queries: of the step's tokens.
             latents: of all slots.
             key_positions: [batch, slots].
+            of_stack: the latents are those of one layer of a stack.
 
         Returns:
             [batch, queries, heads, v_head_dim].
@@ -134,13 +138,31 @@ class LatentAttention(CachingMixer):
             key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))
         dtype = latent.dtype
         taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
-        scores = _product("bshr,bkr->bhsk", self._shard(taken), latent)
-        scores += _product("bshr,bkr->bhsk", query[..., self.plain :].astype(dtype), rope_key)
-        visible = attention_ops.visibility(query_positions, key_positions, self.attention)[:, None]
-        scores = jnp.where(visible, scores * self.attention.softmax_scale, MASKED)
-        probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype)
-        mixed = self._shard(_product("bhsk,bkr->bshr", probabilities, latent).astype(dtype))
+        taken, turned = self._shard(taken), query[..., self.plain :].astype(dtype)
+        spec, context = latent_pages(self.spec), self._context(query, latent, of_stack)
+        if latent_decode.chosen(self.runtime.attention, spec, context, query.shape[1], latent.shape[1]):
+            positions = query_positions, key_positions
+            mixed = latent_decode.latent_decode(taken, turned, latent, rope_key, *positions, spec, context)
+        else:
+            scores = _product("bshr,bkr->bhsk", taken, latent) + _product("bshr,bkr->bhsk", turned, rope_key)
+            visible = attention_ops.visibility(query_positions, key_positions, self.attention)[:, None]
+            scores = jnp.where(visible, scores * self.attention.softmax_scale, MASKED)
+            probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype)
+            mixed = _product("bhsk,bkr->bshr", probabilities, latent).astype(dtype)
+        mixed = self._shard(mixed)
         return self._shard(_product("bshr,hvr->bshv", mixed, value_up)).astype(query.dtype)
+
+    def _context(self, query: jax.Array, latent: jax.Array, of_stack: bool) -> attention_ops.AttentionContext:
+        placement = self.runtime.placement
+        return attention_ops.AttentionContext(
+            mesh=placement.mesh,
+            batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
+            head_axes=placement.mesh_axes(axes.Q_HEADS, self.heads),
+            sequence_axes=placement.mesh_axes(axes.SEQUENCE, latent.shape[1]),
+            platform=placement.platform,
+            own_keys=False,
+            of_stack=of_stack,
+        )
 
     def _rotated(self, x: jax.Array, step: Step) -> jax.Array:
         """x [batch, seq, ..., qk_rope_head_dim] at the queries' positions."""
@@ -153,19 +175,6 @@ class LatentAttention(CachingMixer):
     def _shard(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, heads, features], sharded by heads."""
         return self.runtime.placement.constrain(x, axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, None)
-
-
-def latent_pages(spec: LatentAttentionSpec) -> AttentionSpec:
-    """Describe the absorbed form of latent attention as an `AttentionSpec`: all heads share one key of kv_lora_rank +
-    qk_rope_head_dim features, of which the first kv_lora_rank are the value."""
-    rank = spec.kv_lora_rank
-    return AttentionSpec(
-        num_heads=spec.num_heads,
-        num_kv_heads=1,
-        head_dim=rank + spec.qk_rope_head_dim,
-        v_head_dim=rank,
-        scale=spec.scale,
-    )
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

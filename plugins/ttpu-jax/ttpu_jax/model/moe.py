@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ttpu_core.sharding.experts import FEW
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import (
     MLP,
@@ -137,17 +138,22 @@ class Experts(nnx.Module):
         return self._sharded(run, x, chosen, weights)
 
     def _exchange(self, x: jax.Array) -> ExchangedExperts | None:
-        """How devices send each other the tokens of x [batch, seq, hidden]; None where they do not."""
+        """How devices send each other the tokens of x [batch, seq, hidden]; None where they gather them: between
+        slices, and of few tokens on a TPU."""
         placement, form = self.runtime.placement, self.runtime.experts
         if placement.mesh is None or form not in ("auto", "exchanged"):
             return None
         experts, inner, *_ = self._mesh_axes(x)
         of_tokens = {*placement.mesh_axes(axes.BATCH, x.shape[0]), *placement.mesh_axes(axes.SEQUENCE, x.shape[1])}
-        exchanging = tuple(axis for axis in experts if axis in of_tokens)
-        if not exchanging:
+        exchanging, across = tuple(axis for axis in experts if axis in of_tokens), placement.axes_across_slices
+        if not exchanging or across.intersection(exchanging):
             return None
-        by_experts = tuple((axis, placement.mesh.shape[axis]) for axis in experts)
-        others = tuple(axis for axis in placement.mesh.axis_names if axis not in exchanging)
+        sizes = dict(placement.mesh.shape)
+        gathered = x.shape[0] * x.shape[1] // prod(sizes[axis] for axis in of_tokens - set(exchanging))
+        if form == "auto" and placement.platform == "tpu" and gathered <= FEW:
+            return None
+        by_experts = tuple((axis, sizes[axis]) for axis in experts)
+        others = tuple(axis for axis in sizes if axis not in exchanging and axis not in across)
         return ExchangedExperts(self.spec, placement.platform, by_experts, exchanging, others, inner)
 
     def why_not_few(self, x: jax.Array) -> str | None:

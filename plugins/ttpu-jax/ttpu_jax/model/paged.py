@@ -12,9 +12,8 @@ import numpy as np
 
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.spec import NO_MIXER, ArchitectureSpec, AttentionSpec, LayerSpec, MixerSpec, StateSpec, axes
-from ttpu_core.spec.latent_attention import LatentAttentionSpec
+from ttpu_core.spec.latent_attention import LatentAttentionSpec, latent_pages
 from ttpu_jax.model.cache import BothCaches, StateCache
-from ttpu_jax.model.latent_attention import latent_pages
 from ttpu_jax.ops.paged_attention import PagedKV, empty_pages, page_bytes
 from ttpu_jax.params.placement import Placement
 

@@ -172,7 +172,9 @@ class LatentReader(Protocol):
         [batch, keys], result [batch, queries, heads, v_head_dim]."""
         ...
 
-    def absorbed(self, queries: LatentQueries, latents: Latents, key_positions: jax.Array) -> jax.Array:
+    def absorbed(
+        self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, *, of_stack: bool = False
+    ) -> jax.Array:
         """Attend to cached latents without expanding them; key_positions [batch, slots], result [batch, queries, heads,
         v_head_dim]."""
         ...
@@ -296,7 +298,7 @@ class ContiguousCache:
         if self.fresh:
             mixed = reader.expanded(queries, latents, self.positions)
         else:
-            mixed = reader.absorbed(queries, written, self.positions)
+            mixed = reader.absorbed(queries, written, self.positions, of_stack=self.layer_index is not None)
         return mixed, replace(self, held=before.write(written._asdict(), self.layer_index))
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, ContiguousCache]:

@@ -66,7 +66,7 @@ class Deliveries(NamedTuple):
     lands: jax.Array
 
     @property
-    def most(self) -> jax.Array:
+    def busiest(self) -> jax.Array:
         """The most assignments that a destination has, an int32 scalar."""
         return self.sizes.sum((0, 2)).max()
 

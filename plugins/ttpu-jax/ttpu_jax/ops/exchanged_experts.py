@@ -2,28 +2,29 @@
 assignment is sent to the device of its expert, and what the expert gives it is sent back; devices send as many rows as
 they have, and no row is dropped.
 
-A device has room for `ROOM` times the rows that it receives on average. Where one of them has more, all exchange again
-until none is left: values do not depend on the room."""
+A device has room for more rows than it receives on average (`ttpu_core.sharding.experts`). Where one of them has more
+than that, all exchange again until none is left: but for the rounding of kernels' gradients, values do not depend on
+the room."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ttpu_core.sharding.experts import most_rows, room_for_rows
 from ttpu_core.spec import MoESpec
 from ttpu_jax.ops.exchange import Deliveries, Pieces, deliveries, exchange
 from ttpu_jax.ops.moe import ExpertKernels, combine, dispatch, expert_outputs, sorted_by, weights_of
 from ttpu_jax.ops.parts import OVERFLOW
 
-ROOM = 1.5
-SUBLANES, LANES = 8, 128
+LANES = 128
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ExchangedExperts:
         platform: of the devices, see `grouped_linear`.
         by_experts: mesh axis → devices, those that divide the experts, the slowest first.
         exchanging: those of them that divide the tokens too. Devices along the others have the same tokens.
-        others: the other mesh axes.
+        others: the other mesh axes that lie within a slice.
         inner_axes: mesh axes that shard the experts' inner dimension.
     """
 
@@ -51,15 +52,10 @@ class ExchangedExperts:
         """How many exchange their tokens."""
         return prod(size for axis, size in self.by_experts if axis in self.exchanging)
 
-    def most(self, tokens: int, experts: int) -> int:
-        """The most rows that a device can receive, which has so many tokens and experts."""
-        return self.devices * tokens * min(self.spec.experts_per_token, experts)
-
-    def room(self, tokens: int, experts: int) -> int:
-        """The rows of the buffer of a device, which has so many tokens and experts."""
-        same = prod(size for axis, size in self.by_experts if axis not in self.exchanging)
-        wanted = ROOM * tokens * self.spec.experts_per_token / same
-        return min(self.most(tokens, experts), ceil(wanted / SUBLANES) * SUBLANES)
+    @property
+    def same(self) -> int:
+        """How many have the same tokens, and other experts."""
+        return prod(size for axis, size in self.by_experts if axis not in self.exchanging)
 
     def destination(self, expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
         """The device of each expert [...] among those that exchange, and whether it is along this device's other axes.
@@ -107,7 +103,7 @@ def run_exchanged(
     table = deliveries(jax.lax.all_gather(sizes.reshape(how.devices, experts), how.exchanging))
     weight = weights_of(weights, sorting, x.dtype)
     rows = dispatch(_in_words(x), sorting, count)
-    return combine(_given(rows, weight, kernels, table, how), sorting, count)
+    return combine(_results(rows, weight, kernels, table, how), sorting, count)
 
 
 def _in_words(x: jax.Array) -> jax.Array:
@@ -118,7 +114,7 @@ def _in_words(x: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _given(
+def _results(
     rows: jax.Array, weight: jax.Array, kernels: ExpertKernels, table: Deliveries, how: ExchangedExperts
 ) -> jax.Array:
     """What experts give rows [assignments, ...] times weight [assignments, 1], in the shape of rows; undefined for
@@ -128,10 +124,10 @@ def _given(
         given = window.outputs(window.fetched(rows), window.fetched_lanes(weight), kernels)
         return window.returned(given, out)
 
-    return _in_windows(visit, unset(rows.shape, rows.dtype, table.sizes), rows, kernels, table, how)
+    return _in_windows(visit, unset(rows.shape, rows.dtype, table.sizes, how.platform), rows, kernels, table, how)
 
 
-def _given_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+def _results_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
     """Rows are fetched again, and so are the gradients of what they were given; those of the kernels stay."""
     rows, weight, kernels, table = residuals
     leaves, tree = jax.tree.flatten(kernels)
@@ -153,7 +149,8 @@ def _given_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient
             by_kernels if to_kernels is None else jax.tree.map(jnp.add, to_kernels, by_kernels),
         )
 
-    first = unset(rows.shape, rows.dtype, table.sizes), unset((len(rows), 1, LANES), jnp.float32, table.sizes), None
+    begin = partial(unset, sizes=table.sizes, platform=how.platform)
+    first = begin(rows.shape, rows.dtype), begin((len(rows), 1, LANES), jnp.float32), None
     to_rows, to_weight, to_kernels = _in_windows(visit, first, rows, kernels, table, how)
     none = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
     found = dict(zip(trained, to_kernels, strict=True))
@@ -161,10 +158,10 @@ def _given_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient
     return to_rows, to_weight[:, 0, :1].astype(weight.dtype), of_kernels, None
 
 
-_given.defvjp(lambda *given: (_given(*given), given[:-1]), _given_gradients)
+_results.defvjp(lambda *values: (_results(*values), values[:-1]), _results_gradients)
 
 
-def unset(shape: tuple[int, ...], dtype: Any, sizes: jax.Array) -> jax.Array:
+def unset(shape: tuple[int, ...], dtype: Any, sizes: jax.Array, platform: str) -> jax.Array:
     """An array whose numbers are undefined, perhaps not even numbers: a TPU writes zeros for as long as the rows that
     replace them take.
 
@@ -173,10 +170,13 @@ def unset(shape: tuple[int, ...], dtype: Any, sizes: jax.Array) -> jax.Array:
         dtype: of the array.
         sizes: int32 [...], an array of the layer. The result depends on it, so that JAX does not make one array for all
             layers of a loop, which each of them would copy.
+        platform: of the devices; on GPUs, where unset memory was never tried, the numbers are zeros.
 
     Returns:
         [*shape].
     """
+    if platform == "gpu":
+        return jnp.zeros(shape, dtype)
     make = partial(jax.lax.empty, shape, dtype)
     return jax.lax.cond(sizes.reshape(-1)[0] >= 0, make, make)
 
@@ -199,7 +199,7 @@ class _Window:
 
     def fetched(self, rows: jax.Array) -> jax.Array:
         """This device's rows of rows [assignments, ...] of all: [room, features]."""
-        into = unset((self.room, *rows.shape[1:]), rows.dtype, self.sizes)
+        into = unset((self.room, *rows.shape[1:]), rows.dtype, self.sizes, self.how.platform)
         return exchange(rows, into, self.there, self.how.exchanging, self.how.platform).reshape(self.room, -1)
 
     def fetched_lanes(self, weight: jax.Array) -> jax.Array:
@@ -231,19 +231,19 @@ def _in_windows(
     how: ExchangedExperts,
 ) -> Any:
     """`visit(window, result so far)` for all rows that any device receives."""
-    experts = kernels.up.shape[0]
-    tokens = len(rows) // how.spec.experts_per_token
-    room = how.room(tokens, experts)
+    choices = how.spec.experts_per_token
+    sizes = len(rows) // choices, choices, kernels.up.shape[0], how.devices
+    room = room_for_rows(*sizes, how.same)
     device = jax.lax.axis_index(how.exchanging)
 
     def visited(index: jax.Array | int, result: Any) -> Any:
         return visit(_Window(*table.window(index * room, room, device), room, how), result)
 
     result = visited(0, first)
-    if room == how.most(tokens, experts):
+    if room == most_rows(*sizes):
         return result
-    windows = -(-table.most // room)
-    if how.others:  # devices that exchange nothing run the same collectives within their groups
+    windows = -(-table.busiest // room)
+    if how.others:  # whose devices run the same collectives at the same time, within groups of their own
         windows = jax.lax.pmax(windows, how.others)
     with jax.named_scope(OVERFLOW):
         return jax.lax.fori_loop(1, windows, visited, result)

@@ -8,13 +8,11 @@ from typing import Literal, NamedTuple
 import jax
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.experts import FEW
 from ttpu_core.spec import MoESpec
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 
 ExpertsForm = Literal["auto", "grouped", "few", "exchanged"]
-FEW = 128
-"""Tokens of which all are multiplied by each expert that is read. On v5e an expert's products with so many take half as
-long as to read it in bfloat16, and the rows of one block of the grouped product are as many."""
 BLOCK_BYTES = 5 << 20
 """Of a block of an expert's kernels."""
 VMEM_BYTES = 15 << 20

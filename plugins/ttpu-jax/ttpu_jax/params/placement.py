@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -43,6 +44,15 @@ class Placement:
     def devices(self) -> tuple[jax.Device, ...]:
         """The mesh's devices in its order, else the default device."""
         return (jax.local_devices()[0],) if self.mesh is None else tuple(self.mesh.devices.flat)
+
+    @property
+    def axes_across_slices(self) -> frozenset[str]:
+        """The mesh axes along which devices belong to several slices."""
+        if self.mesh is None:
+            return frozenset()
+        slices = np.vectorize(lambda device: getattr(device, "slice_index", 0))(self.mesh.devices)
+        names = enumerate(self.mesh.axis_names)
+        return frozenset(name for place, name in names if (slices != np.take(slices, [0], place)).any())
 
     def sharding(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> Sharding:
         """The sharding of an array by its logical axes.

@@ -16,8 +16,7 @@ from ttpu_core.sharding.serving import ServedShapes, ServingLimits, StepSize
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, axes
 from ttpu_core.spec.arithmetic import BITS, CACHE_DTYPES
-from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_jax.model.latent_attention import latent_pages
+from ttpu_core.spec.latent_attention import LatentAttentionSpec, latent_pages
 from ttpu_jax.model.paged import PagedLayout, group_page_bytes, paged_layout, state_bytes
 from ttpu_jax.ops.paged_attention import serves, serves_decode
 from ttpu_jax.params.dtypes import model_dtype

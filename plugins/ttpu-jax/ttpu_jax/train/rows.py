@@ -55,8 +55,8 @@ def row_layout(placement: Placement) -> Rows:
     if sum(map(len, shares)) != shards or len({len(rows) for rows in shares}) != 1 or len(rows_of) != processes:
         raise UnsupportedError(
             f"{processes} processes were to train with rows divided over {shards} devices, but some hold a part of "
-            "each other's rows or none: use a mesh of all devices, whose axes data and fsdp together divide the "
-            "processes or are a multiple of them."
+            "each other's rows or none: use a mesh of all devices, whose axes data, fsdp and expert together divide "
+            "the processes or are a multiple of them."
         )
     own = tuple(sorted(rows_of[jax.process_index()]))
     readers = tuple(shares.values())

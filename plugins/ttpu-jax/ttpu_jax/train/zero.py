@@ -1,6 +1,6 @@
 """The stages of ZeRO (arXiv 1910.02054) as placements over one mesh. Mesh axes that shard the batch divide, from stage
-to stage, the optimizer's state, the gradients and the weights; the axes of tensors and experts divide all three in
-every stage."""
+to stage, the optimizer's state, the gradients and the weights; the axes of tensors divide all three in every stage, and
+those of experts all three of the experts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def zero_placements(placement: Placement, stage: int | None) -> ZeroPlacements:
     if stage and not batch:
         raise RequestError(
             f"zero_stage={stage} divides the optimizer's state over the devices that rows are divided over, but here "
-            "one device computes all rows: use a mesh with several devices on the axis data or fsdp, or zero_stage=0."
+            "one device computes all rows: use a mesh with several devices on the axis data, fsdp or expert, or "
+            "zero_stage=0."
         )
     rules = dict(placement.strategy.rules)
     if stage < 3:

@@ -15,7 +15,7 @@ from ttpu_core.services import Planner, Quantization
 from ttpu_core.sharding.hardware import chip_named
 from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import STAND_IN, refuse_idle_axes, the_one_given, topology_of
-from ttpu_core.sharding.strategy import MeshAxes, Strategy
+from ttpu_core.sharding.strategy import MeshAxes, Strategy, usual_strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_torch_xla.launching import CPU_DEVICES as SIMULATED_BY
 from ttpu_torch_xla.runtime import TorchRuntime
@@ -68,6 +68,7 @@ def resolve(
     if given is None:
         return None
     name, asked = given
+    usual = usual_strategy(trains=purpose == "train")
     devices = runtime.num_devices()
     held = str(dtype).removeprefix("torch.")
     if plan is not None:
@@ -79,9 +80,9 @@ def resolve(
         found = replace(asked, strategy=strategy_with(sharding_rules, asked.strategy))
     elif isinstance(asked, str) and asked.strip().lower() == AUTO:
         counted = held if held in DTYPES else "bfloat16"
-        found = planned(spec, runtime, strategy_with(sharding_rules), counted, quantization, purpose)
+        found = planned(spec, runtime, strategy_with(sharding_rules, usual), counted, quantization, purpose)
     elif isinstance(asked, str):
-        found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name)
+        found = resolve_parallelism(asked, devices, sharding_rules, SIMULATED_BY, name, usual)
     else:
         raise RequestError(
             f"{name} is the {type(asked).__name__} {str(asked)[:60]!r}, but text such as 'fsdp' or 'data=2,tensor=4' "

@@ -141,13 +141,13 @@ def placements(
         raise UnsupportedError(
             f"zero_stage={stage} was asked for on the mesh {parallelism}, but the torch_xla backend trains with the "
             f"weights where they were loaded, which is stage {'3 alone' if sharded else '0, 1 or 2'} there: use "
-            f"{'a mesh with the axis data in place of fsdp' if sharded else 'a mesh with the axis fsdp'}, leave "
+            f"a mesh with the axis {'data in place of fsdp and expert' if sharded else 'fsdp'}, leave "
             "zero_stage out, or use backend='jax'."
         )
     if stage and not along:
         raise RequestError(
             f"zero_stage={stage} divides the optimizer's state over the devices that rows are divided over, but every "
-            f"device of the mesh {parallelism} computes all rows: use a mesh with the axis data or fsdp, or "
+            f"device of the mesh {parallelism} computes all rows: use a mesh with the axis data, fsdp or expert, or "
             "zero_stage=0."
         )
     if stage not in (1, 2):

@@ -29,6 +29,7 @@ class Running(NamedTuple):
         *,
         keys_last: bool = False,
         values_last: bool = False,
+        beside: jax.Array | None = None,
     ) -> Running:
         """The state after one more block.
 
@@ -40,6 +41,7 @@ class Running(NamedTuple):
             spec: scale and softcap.
             keys_last: key is [head_dim, keys].
             values_last: value is [value_dim, keys].
+            beside: float32 [queries, keys], what other features add to the scores before they are scaled.
         """
         precision = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
 
@@ -47,7 +49,8 @@ class Running(NamedTuple):
             dims = (((1,), (over,)), ((), ()))
             return jax.lax.dot_general(x, other, dims, preferred_element_type=jnp.float32, precision=precision)
 
-        scores = product(query, key, 0 if keys_last else 1) * spec.softmax_scale
+        scores = product(query, key, 0 if keys_last else 1)
+        scores = (scores if beside is None else scores + beside) * spec.softmax_scale
         if spec.logit_softcap is not None:
             scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
         scores = jnp.where(hidden, MASKED, scores)

@@ -10,13 +10,14 @@ from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, KernelChoice, LayerSpec
-from ttpu_core.spec.latent_attention import LatentAttentionSpec
-from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, REFERENCE, RING, implementation, serving
+from ttpu_core.spec.latent_attention import LatentAttentionSpec, latent_pages
+from ttpu_jax.ops.attention import latent_decode
+from ttpu_jax.ops.attention.api import DECODE, IMPLEMENTATIONS, REFERENCE, RING, implementation, serving
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation, Options
 
 AUTO = "auto"
 DEFAULT_ON_TPU = "splash_attention"
-ABSORBED = "its own absorbed form"  # latent attention always reads its cache this way
+ABSORBED = "its own absorbed form"  # how latent attention reads its cache without the kernel for it
 LENGTH = 2**31 - 128  # sequence length for `serves`: longer than any window, and whole blocks
 
 
@@ -144,16 +145,17 @@ def canonical_options(config: Mapping[str, Any] | None) -> Options:
     return tuple(sorted((name, value) for name, value in config.items() if value is not None))
 
 
-def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec, bool] | None:
-    """The kind of a layer, its attention over a sequence, and whether it reads a cache in another form. None for a
-    layer without attention."""
+def _attention_in(layer: LayerSpec) -> tuple[str, AttentionSpec, AttentionSpec | None] | None:
+    """The kind of a layer, its attention over a sequence, and over a cache if that is in another form. None for a layer
+    without attention."""
     mixer = layer.mixer
     if isinstance(mixer, AttentionSpec):
-        return mixer.kind, mixer, False
+        return mixer.kind, mixer, None
     if not isinstance(mixer, LatentAttentionSpec):
         return None
     dim = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim
-    return mixer.kind, AttentionSpec(mixer.num_heads, mixer.num_heads, dim, v_head_dim=mixer.v_head_dim), True
+    expanded = AttentionSpec(mixer.num_heads, mixer.num_heads, dim, v_head_dim=mixer.v_head_dim)
+    return mixer.kind, expanded, latent_pages(mixer)
 
 
 def _objection(chosen: Implementation, mixer: AttentionSpec, context: AttentionContext) -> str | None:
@@ -164,15 +166,21 @@ def _objection(chosen: Implementation, mixer: AttentionSpec, context: AttentionC
 
 
 def _kind(
-    kind: str, mixer: AttentionSpec, absorbs: bool, chosen: Implementation, context: AttentionContext, reason: str
+    kind: str,
+    mixer: AttentionSpec,
+    absorbed: AttentionSpec | None,
+    chosen: Implementation,
+    context: AttentionContext,
+    reason: str,
 ) -> KindChoice:
     on_sequence = chosen.serves(mixer, context, LENGTH, LENGTH)
     of_cache = replace(context, own_keys=False)
     on_cache = chosen.serves(mixer, of_cache, 1, LENGTH)
     prefill = serving(chosen, mixer, context, LENGTH, LENGTH).name
     decode = serving(chosen, mixer, of_cache, 1, LENGTH).name
-    if absorbs:
-        decode, on_cache = ABSORBED, None
+    if absorbed is not None:
+        on_kernel = latent_decode.chosen(chosen.name, absorbed, of_cache, 1, LENGTH)
+        decode, on_cache = DECODE.name if on_kernel else ABSORBED, None
     objections = tuple(dict.fromkeys(why for why in (on_sequence, on_cache) if why))
     if objections:
         reason = f"{reason}; {'; '.join(objections)}"

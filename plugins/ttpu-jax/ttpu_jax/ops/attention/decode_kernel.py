@@ -57,9 +57,7 @@ def attended_rows(
     logits = jnp.full((heads, group, 1), MASKED, jnp.float32)
     if sinks is not None:
         logits = sinks.astype(jnp.float32)[..., None]
-    seen = visible.reshape(batch, blocks, block).any(-1)
-    first = jnp.argmax(seen, axis=1).astype(jnp.int32)
-    last = (blocks - 1 - jnp.argmax(seen[:, ::-1], axis=1)).astype(jnp.int32)
+    first, last = seen_blocks(visible, blocks)
     bias = jnp.where(visible, 0.0, MASKED).astype(jnp.float32)
 
     def seen_block(row: Any, number: Any, first: Any, last: Any) -> Any:
@@ -113,6 +111,13 @@ def attended_rows(
         name="decode_attention",
     )(first, last, rows, key, value, bias, logits)
     return mixed
+
+
+def seen_blocks(visible: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
+    """The first and the last of so many blocks of visible [batch, 1, keys] that each row sees, int32 [batch] each."""
+    seen = visible.reshape(len(visible), blocks, -1).any(-1)
+    first, from_end = jnp.argmax(seen, axis=1), jnp.argmax(seen[:, ::-1], axis=1)
+    return first.astype(jnp.int32), (blocks - 1 - from_end).astype(jnp.int32)
 
 
 def block_slots(slots: int, bytes_per_slot: int) -> int:

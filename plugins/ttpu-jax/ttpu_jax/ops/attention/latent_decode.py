@@ -1,0 +1,98 @@
+"""Latent attention of one query a row to a contiguous cache, as a Pallas kernel that reads latents once. XLA reads them
+as keys and then as values."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.api import DECODE, REFERENCE
+from ttpu_jax.ops.attention.blocks import LANES
+from ttpu_jax.ops.attention.context import AttentionContext
+from ttpu_jax.ops.attention.decode import SUBLANES
+from ttpu_jax.ops.attention.reference import visibility
+
+
+def serves(spec: AttentionSpec, context: AttentionContext, queries: int, slots: int) -> str | None:
+    """Why the kernel cannot compute this layer in the absorbed form, or None.
+
+    Args:
+        spec: of the absorbed form: one key of all features, of which the first are the value.
+        context: devices and platform.
+        queries: of each row.
+        slots: of the cache.
+    """
+    if context.platform == "gpu":
+        return "it is a kernel for TPUs"
+    if context.of_stack:
+        return "the latents of one of several stacked layers would be copied for it"
+    if context.sequence_axes:
+        return "it needs the whole cache on one device"
+    rank, rope_dim = spec.value_dim, spec.head_dim - spec.value_dim
+    if context.platform == "tpu" and (rank % LANES or rope_dim % SUBLANES or rope_dim == 0):
+        return (
+            f"its latents have {rank} features and its rotated keys {rope_dim}, not multiples of {LANES} and {SUBLANES}"
+        )
+    if queries != 1:
+        return "it takes one query of each row"
+    if slots % LANES:
+        return f"{slots:,} slots are not a multiple of {LANES}"
+    return None
+
+
+def chosen(name: str, spec: AttentionSpec, context: AttentionContext, queries: int, slots: int) -> bool:
+    """Whether the kernel computes a layer of a model whose implementation is `name`: on a TPU unless that is the
+    reference, elsewhere if it is the kernel for decode steps.
+
+    Args:
+        name: of the model's implementation.
+        spec: see `serves`.
+        context: see `serves`.
+        queries: see `serves`.
+        slots: see `serves`.
+    """
+    wanted = name == DECODE.name or (context.platform == "tpu" and name != REFERENCE.name)
+    return wanted and serves(spec, context, queries, slots) is None
+
+
+def latent_decode(
+    query: jax.Array,
+    turned: jax.Array,
+    latent: jax.Array,
+    rope_key: jax.Array,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    spec: AttentionSpec,
+    context: AttentionContext,
+) -> jax.Array:
+    """Attend to latents, for layers that `serves` accepts. A query that sees nothing gets zeros.
+
+    Args:
+        query: [batch, 1, heads, rank], to which the keys' projection has been applied.
+        turned: [batch, 1, heads, rope_dim], rotated.
+        latent: [batch, slots, rank].
+        rope_key: [batch, slots, rope_dim], rotated.
+        query_positions: [batch, 1].
+        key_positions: [batch, slots]; those with a negative position are masked.
+        spec: of the absorbed form.
+        context: devices and platform. On a CPU the kernel is interpreted.
+
+    Returns:
+        [batch, 1, heads, rank] in the latents' dtype.
+    """
+    from ttpu_jax.ops.attention.latent_kernel import attended_latents  # Pallas takes a tenth of a second to import
+
+    visible = visibility(query_positions, key_positions, spec)
+    local = partial(attended_latents, spec=spec, interpret=context.platform == "cpu")
+    rows = query[:, 0], turned[:, 0], latent, rope_key, visible
+    if context.mesh is None:
+        return local(*rows)[:, None]
+    of_rows = PartitionSpec(context.batch_axes or None)
+    of_heads = PartitionSpec(context.batch_axes or None, context.head_axes or None)
+    specs = (of_heads, of_heads, of_rows, of_rows, of_rows)
+    run = jax.shard_map(local, mesh=context.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
+    mixed: jax.Array = run(*rows)
+    return mixed[:, None]

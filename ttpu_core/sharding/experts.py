@@ -1,0 +1,40 @@
+"""Which tokens of a mixture devices exchange, where they lie along the same mesh axes as the experts, and for how many
+rows a device has room (docs/parallelism.md)."""
+
+from __future__ import annotations
+
+from math import ceil
+
+FEW = 128
+"""Tokens of which all are multiplied by each expert that is read; on a TPU they are gathered. On v5e an expert's
+products with so many take half as long as to read it in bfloat16, and the rows of one block of the grouped product are
+as many."""
+ROOM = 1.5
+"""Rows of a device's buffer, as a multiple of those that it receives on average."""
+SUBLANES = 8
+
+
+def most_rows(tokens: int, choices: int, experts: int, devices: int) -> int:
+    """Return the most rows that a device can receive.
+
+    Args:
+        tokens: of a device.
+        choices: of experts, of each token.
+        experts: of a device.
+        devices: that exchange their tokens.
+    """
+    return devices * tokens * min(choices, experts)
+
+
+def room_for_rows(tokens: int, choices: int, experts: int, devices: int, same: int) -> int:
+    """Return the rows of a device's buffer.
+
+    Args:
+        tokens: of a device.
+        choices: of experts, of each token.
+        experts: of a device.
+        devices: that exchange their tokens.
+        same: devices that have the same tokens, and other experts.
+    """
+    wanted = ceil(ROOM * tokens * choices / same / SUBLANES) * SUBLANES
+    return min(most_rows(tokens, choices, experts, devices), wanted)
