@@ -14,6 +14,16 @@ ROOM = 1.5
 SUBLANES = 8
 
 
+def exchanges(tokens: int, devices: int) -> bool:
+    """Return whether TPUs exchange tokens by default: two of them gather as many rows as they would have room for.
+
+    Args:
+        tokens: of all devices that would exchange them.
+        devices: that would exchange their tokens.
+    """
+    return tokens > FEW and devices > 2
+
+
 def most_rows(tokens: int, choices: int, experts: int, devices: int) -> int:
     """Return the most rows that a device can receive.
 

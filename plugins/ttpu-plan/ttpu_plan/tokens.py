@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log, prod, sqrt
 
-from ttpu_core.sharding.experts import FEW, room_for_rows
+from ttpu_core.sharding.experts import exchanges, room_for_rows
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.spec import MoESpec, axes
 from ttpu_plan.shards import ModelShards, ParameterShard
@@ -77,9 +77,9 @@ def exchange_for(model: ModelShards, experts: Iterable[ParameterShard], workload
     """
     by_experts = next((one.multiplied_axes[0] for one in experts if one.of_experts and one.is_matrix), ())
     along = tuple(axis for axis in by_experts if axis in axes_of_rows(model, workload))
-    if not along or expert_tokens(model, experts, workload) <= FEW:
-        return None
     devices = prod(model.mesh[axis] for axis in along)
+    if not exchanges(expert_tokens(model, experts, workload), devices):
+        return None
     return Exchange(along, devices, prod(model.mesh[axis] for axis in by_experts) // devices)
 
 

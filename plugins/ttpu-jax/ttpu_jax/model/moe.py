@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ttpu_core.sharding.experts import FEW
+from ttpu_core.sharding.experts import exchanges
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import (
     MLP,
@@ -139,7 +139,7 @@ class Experts(nnx.Module):
 
     def _exchange(self, x: jax.Array) -> ExchangedExperts | None:
         """How devices send each other the tokens of x [batch, seq, hidden]; None where they gather them: between
-        slices, and of few tokens on a TPU."""
+        slices, and on TPUs where that is as fast."""
         placement, form = self.runtime.placement, self.runtime.experts
         if placement.mesh is None or form not in ("auto", "exchanged"):
             return None
@@ -150,7 +150,8 @@ class Experts(nnx.Module):
             return None
         sizes = dict(placement.mesh.shape)
         gathered = x.shape[0] * x.shape[1] // prod(sizes[axis] for axis in of_tokens - set(exchanging))
-        if form == "auto" and placement.platform == "tpu" and gathered <= FEW:
+        pays = exchanges(gathered, prod(sizes[axis] for axis in exchanging))
+        if form == "auto" and placement.platform == "tpu" and not pays:
             return None
         by_experts = tuple((axis, sizes[axis]) for axis in experts)
         others = tuple(axis for axis in sizes if axis not in exchanging and axis not in across)
