@@ -18,6 +18,7 @@ from ttpu_core.spec import MLPSpec, MoESpec, axes
 from ttpu_jax.model.moe import MoE
 from ttpu_jax.ops import exchanged_experts
 from ttpu_jax.ops.exchange import Pieces, deliveries, exchange
+from ttpu_jax.ops.kernels import QuantizedKernel
 from ttpu_jax.params.placement import Placement, local_placement
 
 ROWS_TOO = {axes.BATCH: ("data", "fsdp", "expert")}
@@ -126,6 +127,24 @@ def test_with_a_shared_expert_in_bfloat16() -> None:
     expected = with_gradients(spec, wide, x.astype(jnp.float32))
     assert_close(out, expected[0], 0.02)
     assert_close(to_x, expected[2], 0.02)
+
+
+def test_quantized_experts_give_their_rows_gradients_too() -> None:
+    values = arrays(BASE)
+    for path in ("experts.gate_up.kernel", "experts.down.kernel"):
+        scale = jnp.abs(values[path]).max(-1) / 127
+        values[path] = QuantizedKernel(jnp.round(values[path] / scale[..., None]).astype(jnp.int8), scale)
+
+    def run(placement: Placement | None) -> tuple[jax.Array, jax.Array]:
+        def objective(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = module(BASE, values, placement)(x)
+            return loss(out), out
+
+        gradient, out = jax.jit(jax.grad(objective, has_aux=True))(tokens())
+        return out, gradient
+
+    for ours, theirs in zip(run(placed("expert=4,tensor=2", ROWS_TOO)), run(None), strict=True):
+        assert_close(ours, theirs, 2e-5)
 
 
 def test_rows_are_exchanged_as_ragged_all_to_all_says() -> None:
