@@ -21,9 +21,13 @@ from torchless import torchless
 
 from ttpu import Trainer
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.strategy import TRAINING_STRATEGY
+from ttpu_core.spec import Parameter, axes
+from ttpu_jax.params.placement import local_placement
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.rows import row_layout
 from ttpu_jax.train.runner import JaxTrainRunner
+from ttpu_jax.train.zero import zero_placements
 
 ROWS, LENGTH, UPDATES = 8, 8, 3
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 4}
@@ -177,3 +181,16 @@ def test_processes_that_hold_the_same_rows_read_one_share(monkeypatch: pytest.Mo
     for refused in ({0: [0, 1], 1: [1, 2], 2: [2, 3], 3: [3, 0]}, {0: [0], 1: [0], 2: [1]}):
         with pytest.raises(UnsupportedError, match="a part of each other's rows or none"):
             row_layout(placement(refused))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"), [("expert=4,tensor=2", 3), ("fsdp=2,expert=4", 3), ("data=8", 0), ("tensor=8", 0)]
+)
+def test_weights_are_shared_by_default_where_fsdp_or_expert_divides_rows(mesh: str, stage: int) -> None:
+    found = zero_placements(local_placement(mesh, TRAINING_STRATEGY), None)
+    assert found.stage == stage
+    kernel = Parameter((8, 16, 32), (axes.EXPERT, axes.MLP, axes.EMBED))
+    if "expert" in mesh:  # which divides experts alone where it divides them, and in every stage
+        for which in (found, zero_placements(local_placement(mesh, TRAINING_STRATEGY), 1)):
+            sharding: Any = which.state("layers.0.moe.experts.up.kernel", kernel)
+            assert sharding.spec[0] == "expert"
