@@ -33,6 +33,8 @@ from ttpu_jax.params.placement import Placement
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
 WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)
+LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
+"""One key for all heads, whose first features are the value."""
 LENGTHS = [1, PAGE, PAGE + 1, 37, 6 * PAGE, 5 * PAGE + 3]
 """One token, a whole page, one more than that, and one or two blocks of three pages."""
 
@@ -70,6 +72,8 @@ CASES = {
     "drafts": (GQA, step([1, 3, 4, 2, 4, 1])),
     "drafts, window and sinks": (replace(WIDE, window=20, sinks=True), step([1, 3, 4, 2, 4, 1], window=20)),
     "no sequence": (GQA, step([], [])),
+    "latents": (LATENTS, step()),
+    "latents, drafts": (LATENTS, step([1, 3, 4, 2, 4, 1])),
 }
 
 
@@ -89,10 +93,12 @@ def numbers(case: Ragged, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray, 
 def filled(
     case: Ragged, spec: AttentionSpec, keys: Any, values: Any, dtype: Any, placement: Devices | None = None
 ) -> PagedKV:
-    kv = empty_pages(spec, case.num_pages, PAGE, placement or TpuPlacement(), dtype)
+    in_key = spec == LATENTS
+    kv = empty_pages(spec, case.num_pages, PAGE, placement or TpuPlacement(), dtype, value_in_key=in_key)
     if not case.lengths:
         return kv
-    return jax.jit(write)(kv, jnp.asarray(keys, dtype), jnp.asarray(values, dtype), whole(case).batch)
+    values = None if in_key else jnp.asarray(values, dtype)
+    return jax.jit(write)(kv, jnp.asarray(keys, dtype), values, whole(case).batch)
 
 
 def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
@@ -132,7 +138,7 @@ def test_the_kernel_equals_the_reference(spec: AttentionSpec, case: Ragged) -> N
     assert not found[case.real :].any(), "padding tokens have zeros"
 
 
-@pytest.mark.parametrize("spec", [replace(GQA, chunk=2 * PAGE), replace(WIDE, window=20, sinks=True)])
+@pytest.mark.parametrize("spec", [replace(GQA, chunk=2 * PAGE), replace(WIDE, window=20, sinks=True), LATENTS])
 def test_in_a_step_with_prompts_it_computes_sequences_of_one_query(spec: AttentionSpec) -> None:
     counts = [1, 20, 1, 1, 37, 1]
     case = ragged(
@@ -159,11 +165,12 @@ def test_two_cores_share_the_sequences() -> None:
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["three heads of 256", "sinks", "drafts"])
+@pytest.mark.parametrize("name", ["three heads of 256", "sinks", "drafts", "latents"])
 def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
     """Keys and values are then halves of one register."""
     spec, case = CASES[name]
     query, keys, values, sinks = numbers(case, spec)
+    values = keys[..., : spec.value_dim] if spec == LATENTS else values
     exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
     found, wanted = (np.abs(each[: case.real] - exact).max() for each in both(spec, case, jnp.bfloat16))
     assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
@@ -202,7 +209,8 @@ def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None
         (WIDE, "float32", False, None),
         (WIDE, "int8", False, "does not read int8"),
         (WIDE, "float8_e4m3fn", False, "does not read float8_e4m3fn"),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, "values beside keys"),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, None),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "does not read int8"),
         (AttentionSpec(16, 1, 384), "bfloat16", False, "heads of 384 features"),
         (replace(GQA, alibi=AlibiSpec()), "bfloat16", False, "ALiBi"),
     ],

@@ -17,6 +17,7 @@ from ttpu_jax.model.modules import Linear, Norm, Parameters, Runtime, Step, valu
 from ttpu_jax.model.step_cache import LatentQueries, Latents, StepCache, TokenKeys
 from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention import latent_decode
+from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.kernels import dense
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention
@@ -71,10 +72,15 @@ class LatentAttention(CachingMixer):
         dtype = key_up.dtype
         taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
         narrow = jnp.concatenate([self._shard(taken), query[..., self.plain :].astype(dtype)], axis=-1)
+        placement = self.runtime.placement
         context = attention_ops.AttentionContext(
-            mesh=self.runtime.placement.mesh, platform=self.runtime.placement.platform, own_keys=False
+            mesh=placement.mesh,
+            query_axes=placement.mesh_axes(axes.Q_HEADS, self.heads),
+            platform=placement.platform,
+            own_keys=False,
         )
-        mixed = paged_attention(narrow[0][:, None], pages, batch, latent_pages(self.spec), context=context)[:, 0][None]
+        spec, decode = latent_pages(self.spec), self.runtime.attention != REFERENCE.name
+        mixed = paged_attention(narrow[0][:, None], pages, batch, spec, context=context, decode=decode)[:, 0][None]
         mixed = _product("bshr,hvr->bshv", self._shard(mixed.astype(dtype)), value_up).astype(query.dtype)
         return self._shard(mixed)
 

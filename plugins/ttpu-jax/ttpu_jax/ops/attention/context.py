@@ -25,6 +25,7 @@ class AttentionContext:
         batch_axes: mesh axes that shard the batch; empty if it is not sharded.
         head_axes: mesh axes that shard the KV heads; empty if they are not sharded.
         sequence_axes: mesh axes that shard the sequence; empty if it is not sharded.
+        query_axes: mesh axes that shard the queries of each KV head; empty if they are not sharded.
         platform: cpu, tpu or gpu.
         own_keys: True if the keys are those of the query tokens (training, or prefill into an empty cache); False if
             they are a cache.
@@ -36,6 +37,7 @@ class AttentionContext:
     batch_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     sequence_axes: tuple[str, ...] = ()
+    query_axes: tuple[str, ...] = ()
     platform: str = "cpu"
     own_keys: bool = True
     of_stack: bool = False

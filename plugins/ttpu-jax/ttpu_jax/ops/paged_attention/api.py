@@ -83,7 +83,8 @@ def paged_attention(
     heads = context.head_axes or None
     of_pages: Any = PartitionSpec(None, None, heads)
     of_scales: Any = PartitionSpec(None, heads) if kv.combined else of_pages
-    of_query, of_sinks, whole = PartitionSpec(None, heads), PartitionSpec(heads), PartitionSpec()
+    of_query, of_sinks = PartitionSpec(None, heads, context.query_axes or None), PartitionSpec(heads)
+    whole = PartitionSpec()
     run = jax.shard_map(  # the compiler can shard neither the kernel nor loops over pages
         attend,
         mesh=context.mesh,

@@ -3,7 +3,8 @@ the pages that a sequence's queries see once, and no others: two blocks of pages
 those of the next sequence too, while the other is computed.
 
 Two neighbouring rows of a page are a head's key and value for one token. In 16 bits they are one row of 32-bit
-registers, whose halves are separated there."""
+registers, whose halves are separated there. Pages of latents have one row for each token, which is its key, and whose
+first features are its value."""
 
 from __future__ import annotations
 
@@ -127,7 +128,10 @@ def _attend(
     """queries [pieces, kv_heads, rows, width], where rows are `group` for each query of a piece; the result has their
     shape."""
     count, heads, rows, width = queries.shape
-    page_size, padded = kv.pages.shape[1], kv.pages.shape[2] * kv.pages.shape[3] // (2 * width)
+    pages, page_size = kv.pages, kv.pages.shape[1]
+    if kv.value_in_key:
+        pages = pages.reshape(len(pages), page_size, width)
+    padded = pages[0, 0].size // (2 * width)
     block = page_block(kv, pieces.table.shape[1])
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
@@ -152,7 +156,7 @@ def _attend(
             ],
             out_specs=of_queries,
             scratch_shapes=[
-                pltpu.VMEM((2, block, *kv.pages.shape[1:]), kv.pages.dtype),
+                pltpu.VMEM((2, block, *pages.shape[1:]), pages.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -161,7 +165,7 @@ def _attend(
         cost_estimate=_cost(queries, kv, pieces, spec),
         interpret=interpret,
         name="paged_decode_attention",
-    )(pieces.number, pieces.lengths, counts, pieces.table, x, logits, kv.pages)
+    )(pieces.number, pieces.lengths, counts, pieces.table, x, logits, pages)
     return mixed[:count]
 
 
@@ -250,6 +254,9 @@ def _kernel(
             if spec.window is not None:
                 hidden = hidden | (lane < last - spec.window)
             found = buffer.at[slot, pl.ds(0, n)]
+            if len(found.shape) == 3:
+                row = _rows(found, left)
+                return tuple(state.attended(queries[index - begin, 0], row, row, hidden, spec) for state in carry)
             return tuple(
                 state.attended(queries[index - begin, head], *_separated(found, head, kv_heads, left), hidden, spec)
                 for head, state in enumerate(carry)
@@ -270,6 +277,15 @@ def _kernel(
             out[index - begin, head] = state.result().astype(out.dtype)
 
     jax.lax.fori_loop(begin, end, piece, None)
+
+
+def _rows(pages: Any, left: Any) -> jax.Array:
+    """The rows [tokens, width] of `pages` [pages, page_size, width]. Those from token `left` on, of which memory may
+    hold anything, are zeros."""
+    number, page_size, width = pages.shape
+    found = pages[...].reshape(number * page_size, width)
+    there = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0) < left
+    return jnp.where(there, found, jnp.zeros_like(found))
 
 
 def _separated(pages: Any, head: int, heads: int, left: Any) -> tuple[jax.Array, jax.Array]:

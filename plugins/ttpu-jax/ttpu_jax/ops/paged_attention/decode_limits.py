@@ -18,12 +18,10 @@ MOST_QUERIES = 16
 
 def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str | None:
     """Why the kernel does not serve a layer whose pages have this `dtype`, or None."""
-    if value_in_key:
-        return "it needs values beside keys, and here values are the keys' first features"
     if spec.alibi is not None:
         return "it has no ALiBi"
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    if width > LANES and width not in SPLIT:
+    if width > LANES and width not in SPLIT and not value_in_key:
         return f"pages of heads of {width} features are not split into parts of {LANES}"
     if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
         return f"it does not read {np.dtype(dtype).name}"
