@@ -22,6 +22,7 @@ from ttpu_jax.params.placement import Placement
 pytestmark = pytest.mark.tpu_compile
 
 LLAMA = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
+LATENTS = AttentionSpec(num_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512)
 GEMMA = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=4096, logit_softcap=50.0)
 DECODE, DRAFTS, SHORT, MIXED = (16, 1), (64, 4), (32, 16), (128, 64)  # tokens, and the most of one sequence
 SEQUENCES, PAGES, PAGE_SIZE = 16, 2048, 128
@@ -125,6 +126,17 @@ def test_our_kernel_serves_other_steps_without_a_loop(spec: AttentionSpec, step:
     assert not program.estimate.loops_without_trip_count
 
 
+@pytest.mark.parametrize("topology_name", ["v5e:2x4", "v6e:1x1"])
+def test_latents_are_read_once_as_keys_and_values(topology_name: str) -> None:
+    """Each token's 576 features lie in 640, and all devices have all latents."""
+    program = compiled(topology_name, LATENTS, DECODE, value_in_key=True)
+    assert number_of_kernels(program) == 1 and "paged_decode_attention" in program.hlo_text
+    assert not program.estimate.loops_without_trip_count
+    read = min(SEQUENCES * 64, PAGES) * PAGE_SIZE * 640 * 2
+    least = read / program.topology.chip.hbm_bytes_per_second
+    assert least_times(program)["paged_decode_attention"] == pytest.approx(least, rel=0.02)
+
+
 def test_without_it_jaxs_kernel_or_the_reference_computes_decode_steps() -> None:
     program = compiled("v6e:2x4", LLAMA, DECODE, kernels=False)
     size = page_bytes(LLAMA, PAGE_SIZE, Placement(), "bfloat16")[0]
@@ -168,5 +180,5 @@ def test_elsewhere_the_reference_is_compiled_and_pages_stay_in_place() -> None:
     """Beside our kernel for sequences of one query, where it serves the layer."""
     assert number_of_kernels(compiled("v5e:2x4", replace(LLAMA, sinks=True), MIXED, kernels=False)) == 0
     assert number_of_kernels(compiled("v5e:2x4", replace(GEMMA, sinks=True), MIXED, loops=True)) == 1
-    latent = AttentionSpec(16, 1, 576, v_head_dim=512)
-    assert number_of_kernels(compiled("v5e:2x4", latent, MIXED, value_in_key=True, pages_per_sequence=8)) == 0
+    latents = compiled("v5e:2x4", LATENTS, MIXED, value_in_key=True, pages_per_sequence=8, loops=True)
+    assert number_of_kernels(latents) == 1
