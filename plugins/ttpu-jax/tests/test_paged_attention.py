@@ -135,6 +135,19 @@ def test_values_can_be_the_first_features_of_the_keys() -> None:
     np.testing.assert_allclose(found[: MIXED.real], wanted, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("case", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_devices_share_the_queries_of_latents(case: Ragged) -> None:
+    spec = AttentionSpec(num_heads=8, num_kv_heads=1, head_dim=12, v_head_dim=8, scale=0.2)
+    query, keys, _, _ = numbers(case, spec)
+    kv = filled(case, spec, keys, None, value_in_key=True)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    kv = jax.device_put(kv, NamedSharding(mesh, PartitionSpec()))
+    query = jax.device_put(query, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
+    found = attended(case, spec, query, kv, mesh=mesh, query_axes=("tensor",))
+    wanted = oracle(case.counts, case.lengths, np.asarray(query), keys, keys, spec)
+    np.testing.assert_allclose(found[: case.real], wanted, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize(("dtype", "error"), [("int8", 0.02), ("float8_e4m3fn", 0.15)])
 def test_quantized_pages_are_close(dtype: str, error: float) -> None:
     query, keys, values, _ = numbers(MIXED, GQA)
