@@ -136,12 +136,12 @@ def compile_lowered(
 
 
 def _torus(topology: TpuTopology, executable: Any) -> Torus | None:
-    """The interconnect with a program's devices in their order; None for several slices, and for a program without
-    arrays on a mesh."""
+    """The interconnect with a program's devices in their order; None for several slices, for a program without arrays
+    on a mesh, and for devices without coordinates."""
     shardings = jax.tree.leaves(executable.input_shardings)
     mesh = next((one.mesh for one in shardings if isinstance(one, NamedSharding)), None)
     parsed = parse_topology(topology.name)
-    if mesh is None or parsed.slices > 1:
+    if mesh is None or parsed.slices > 1 or not all(hasattr(device, "coords") for device in mesh.devices.flat):
         return None
     places = tuple(tuple(device.coords[: len(parsed.size)]) for device in mesh.devices.flat)
     return Torus(places, parsed.size, parsed.wraps, topology.chip.ici_bytes_per_second)
