@@ -85,6 +85,17 @@ def test_a_saved_plan_is_the_first_one(config: Path, tmp_path: Path) -> None:
     assert f"--plan {tmp_path / 'plan.json'} --max-num-seqs 32 --max-model-len 2048`" in result.stderr
 
 
+def test_a_plan_is_saved_though_nobody_reads_what_is_printed(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("ttpu_plan.cli._print", closed)
+    run(config, "--topology", "v5e:2x4", "--save", tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").topology == "v5e:2x4"
+
+
 def test_when_nothing_fits_the_status_is_one_and_the_reason_has_numbers(config: Path, tmp_path: Path) -> None:
     result = run(config, "--topology", "v5e:1x1", "--save", tmp_path / "plan.json")
     assert result.exit_code == 1

@@ -200,6 +200,8 @@ def plan(
     if verify:
         fitting = [one for one in shown if one in verified and not _refused(one, verified)]
     reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
+    if save is not None and fitting:
+        save_plan(fitting[0], save)  # before what is printed, whose reader may stop reading
     if not as_json:
         _print(checkpoint, architecture, request, shown, without, verified)
     proposed: list[Proposal] = []
@@ -219,7 +221,6 @@ def plan(
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
-        save_plan(fitting[0], save)
         note(f"saved the plan for {_name(fitting[0])} as {save}{_used_with(checkpoint, fitting[0], save)}")
     if reason is not None:
         note(f"nothing fits: {reason}")
