@@ -50,7 +50,12 @@ def compiled(asked: argparse.Namespace) -> CompiledProgram:
 def walked(program: CompiledProgram, turns: int) -> ScheduleEstimate:
     """Walk the schedule; loops whose turns are not known turn `turns` times."""
     known = hlo.Module.trip_count
-    hlo.Module.trip_count = lambda self, loop: known(self, loop) or turns  # type: ignore[method-assign]
+
+    def counted(module: hlo.Module, loop: hlo.Instruction) -> int:
+        found = known(module, loop)
+        return turns if found is None else found
+
+    hlo.Module.trip_count = counted  # type: ignore[assignment, method-assign]
     try:
         return estimate(program.hlo_text, program.topology.chip.name)
     finally:

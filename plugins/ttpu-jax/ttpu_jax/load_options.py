@@ -28,7 +28,7 @@ class JaxLoadOptions(LoadOptions):
         experts: the form in which mixtures of experts are computed: "grouped" (on tokens sorted by expert), "few" (each
             expert that a token chose is read once and multiplies all tokens, where these fit on the chip), "exchanged"
             ("grouped", and devices send tokens to those of their experts where both lie along the same mesh axes), or
-            "auto", which takes "few" on a TPU for at most 128 tokens a device, else "exchanged".
+            "auto", which takes "few" on a TPU for at most 128 tokens a device, else "exchanged" where that is faster.
         enable_paged_attention: `generate` and `stream` use the serving engine: a paged KV cache, continuous batching,
             prefix caching, programs compiled ahead.
         engine_config: the engine's settings, with `enable_paged_attention`; None is its defaults. Callers of

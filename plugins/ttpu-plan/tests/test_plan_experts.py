@@ -76,7 +76,7 @@ def test_a_rule_names_the_axes_of_its_mesh() -> None:
 )
 def test_it_is_not_proposed_where_it_does_not_serve(config: str, topology: str, request_: Request) -> None:
     found = plans(published(config), parse_topology(topology), request_)
-    assert {one.strategy for one in found} == {request_.strategy}
+    assert {one.strategy for one in found} == {request_.sharding}
 
 
 def test_it_is_not_proposed_where_devices_do_not_divide_the_experts() -> None:

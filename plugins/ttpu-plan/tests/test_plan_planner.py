@@ -48,7 +48,7 @@ def test_every_mesh_takes_all_devices_in_the_usual_order_of_axes(name: str, requ
     for mesh in found:
         assert prod(mesh.values()) == topology.num_devices
         assert list(mesh) == [axis for axis in MESH_AXES if axis in mesh]
-        assert request_.rows(topology.num_devices) % prod(mesh[a] for a in batch_axes(mesh, request_.strategy)) == 0
+        assert request_.rows(topology.num_devices) % prod(mesh[a] for a in batch_axes(mesh, request_.sharding)) == 0
 
 
 def test_weights_are_not_gathered_to_serve_and_experts_have_an_axis() -> None:

@@ -76,7 +76,7 @@ def best_batches(
 def _most_rows(
     spec: ArchitectureSpec, topology: Topology, mesh: Mapping[str, int], request: Request, remat: Recomputation
 ) -> Batch | None:
-    shards = prod(mesh[axis] for axis in batch_axes(mesh, request.strategy))
+    shards = prod(mesh[axis] for axis in batch_axes(mesh, request.sharding))
     update = replace(request.update or UpdateSettings(), remat=remat)
 
     def fitting(rows: int) -> Batch | None:

@@ -61,7 +61,7 @@ class Request:
     context: int = CONTEXT
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
-    strategy: Strategy = None  # type: ignore[assignment]
+    strategy: Strategy | None = None
     one_replica: bool = False
     kv_cache: str | None = None
     update: UpdateSettings | None = None
@@ -83,8 +83,6 @@ class Request:
                 f"new_tokens={self.new_tokens} was asked for in a plan for {self.purpose}, but it is the number of "
                 "tokens of an answer in a plan for generation: leave it out, or let it be 1 or more."
             )
-        if self.strategy is None:
-            object.__setattr__(self, "strategy", usual_strategy(trains=self.purpose == "training"))
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
         replace(first, step=step, kv_cache=self.kv_cache)
@@ -94,6 +92,11 @@ class Request:
         if self.batch is not None:
             return self.batch
         return num_devices * self.parts if self.purpose == "training" else ROWS
+
+    @property
+    def sharding(self) -> Strategy:
+        """The strategy that was asked for, or the usual one of the purpose."""
+        return self.strategy or usual_strategy(trains=self.purpose == "training")
 
     @property
     def parts(self) -> int:
@@ -114,7 +117,7 @@ class Request:
             return (replace(step, update=self.update or UpdateSettings()),)
         decode = Workload("decode", rows, self.context, self.dtype, quantization=self.quantization)
         decode = replace(decode, update=self.update)  # which is refused
-        groups = prod(mesh.get(axis, 1) for axis in dict(self.strategy.rules).get("batch", ()))
+        groups = prod(mesh.get(axis, 1) for axis in dict(self.sharding.rules).get("batch", ()))
         return decode, replace(decode, task="prefill", batch=min(rows, groups))
 
 
@@ -218,7 +221,7 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
         allowed = {axis: sizes if axis in taken else [1] for axis, sizes in allowed.items()}
     for sizes in _products(devices, [allowed[axis] for axis in MESH_AXES]):
         mesh = {axis: size for axis, size in zip(MESH_AXES, sizes, strict=True) if size > 1}
-        row_shards = prod(mesh[axis] for axis in batch_axes(mesh, request.strategy))
+        row_shards = prod(mesh[axis] for axis in batch_axes(mesh, request.sharding))
         if serves and not _serves_well(mesh, topology, request):
             continue
         if request.zero_stage and row_shards == 1:  # nothing that the stage divides
@@ -235,14 +238,14 @@ def strategies(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: 
     experts. An engine's replicas exchange nothing, slices would exchange the tokens of each layer, and a rule for
     experts that is not the usual one is the user's.
     """
-    yield request.strategy
-    rules, usual = dict(request.strategy.rules), dict(DEFAULT_STRATEGY.rules)
+    yield request.sharding
+    rules, usual = dict(request.sharding.rules), dict(DEFAULT_STRATEGY.rules)
     if request.purpose != "generation" or topology.slices > 1 or rules.get(axes.EXPERT) != usual[axes.EXPERT]:
         return
     if mesh.get("data", 1) == 1 or mesh.get("expert", 1) > 1 or not _mixtures(spec):
         return
     over = tuple(axis for axis in ("data", "tensor") if mesh.get(axis, 1) > 1)
-    strategy = strategy_with({axes.EXPERT: over}, request.strategy)
+    strategy = strategy_with({axes.EXPERT: over}, request.sharding)
     if admissible(spec, mesh, strategy):
         yield strategy
 
@@ -313,7 +316,7 @@ def why_nothing_serves(
 
 
 def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Mesh, request: Request) -> Plan:
-    dcn, strategy = slice_axes(mesh, topology.slices), request.strategy
+    dcn, strategy = slice_axes(mesh, topology.slices), request.sharding
     shapes, workloads = None, request.workloads(topology.num_devices, mesh)
     if request.purpose == "inference":
         limits = limits_for(request.rows(topology.num_devices), request.context, mesh, request.kv_cache)
@@ -350,8 +353,8 @@ def _with_least_remat(
 def _of(request: Request, mesh: Mapping[str, int]) -> Strategy:
     """How a mesh divides the weights that a program computes with."""
     if request.purpose != "training":
-        return request.strategy
-    return weight_strategy(mesh, request.strategy, request.zero_stage)
+        return request.sharding
+    return weight_strategy(mesh, request.sharding, request.zero_stage)
 
 
 def _smallest(spec: ArchitectureSpec, chip: Chip, request: Request, beyond: int = 0) -> Plan | None:
@@ -382,7 +385,7 @@ def _updates_on(spec: ArchitectureSpec, mesh: Mesh, request: Request) -> bool:
     settings = request.update
     if settings is None or (settings.optim in ELEMENTWISE and not settings.offload_optimizer):
         return True
-    _, paddings = pad_architecture(spec, mesh, request.strategy)
+    _, paddings = pad_architecture(spec, mesh, request.sharding)
     return not paddings and (bool(mesh) or not settings.offload_optimizer)
 
 

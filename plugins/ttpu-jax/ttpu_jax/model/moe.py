@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -121,9 +120,7 @@ class Experts(nnx.Module):
         Returns:
             [batch, seq, hidden].
         """
-        platform = self.runtime.placement.platform
-        if how := self._exchange(x):
-            return self._sharded(partial(_run_exchanged, how=how), x, chosen, weights, exchanging=how.exchanging)
+        platform, exchange = self.runtime.placement.platform, self._exchange(x)
 
         def run(
             x: jax.Array,
@@ -133,9 +130,11 @@ class Experts(nnx.Module):
             first: jax.Array | int,
             inner_axes: tuple[str, ...],
         ) -> jax.Array:
+            if exchange is not None:
+                return run_exchanged(x, chosen, weights, kernels, exchange)
             return run_experts(x, chosen, weights, kernels, self.spec, platform, first, inner_axes)
 
-        return self._sharded(run, x, chosen, weights)
+        return self._sharded(run, x, chosen, weights, exchanging=exchange.exchanging if exchange else ())
 
     def _exchange(self, x: jax.Array) -> ExchangedExperts | None:
         """How devices send each other the tokens of x [batch, seq, hidden]; None where they gather them: between
@@ -286,18 +285,6 @@ class Experts(nnx.Module):
         sequence = tuple(a for a in placement.mesh_axes(axes.SEQUENCE, x.shape[1]) if a not in taken and a not in batch)
         assert x.shape[0] % prod(sizes[a] for a in batch) == 0
         return (*by_weights, batch, sequence)
-
-
-def _run_exchanged(
-    x: jax.Array,
-    chosen: jax.Array,
-    weights: jax.Array,
-    kernels: ExpertKernels,
-    *_: Any,
-    how: ExchangedExperts,
-) -> jax.Array:
-    """`run_exchanged`, called as `Experts._sharded` does."""
-    return run_exchanged(x, chosen, weights, kernels, how)
 
 
 class MoE(nnx.Module):

@@ -87,7 +87,7 @@ def run_exchanged(
         chosen: int [tokens, count], indices of experts.
         weights: [tokens, count], cast to x's dtype.
         kernels: parameters of this device's experts.
-        how: the experts are divided.
+        how: how the experts are divided.
 
     Returns:
         float32 [tokens, hidden]. Results of devices along the other axes of experts, and along the axes of their inner

@@ -19,16 +19,23 @@ LARGEST_WHOLE = 2**21
 """Of the keys of a cache that may be one block, where its slots are not a multiple of 128."""
 
 
-def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
-    """Why the kernel cannot compute this layer, or None."""
+def unserved_context(context: AttentionContext) -> str | None:
+    """Why no kernel for decode steps runs with these devices and this cache, or None."""
     if context.platform == "gpu":
         return "it is a kernel for TPUs"
-    if context.own_keys:
-        return "it attends to a cache, not within a sequence"
     if context.of_stack:
         return "the keys of one of several stacked layers would be copied for it"
     if context.sequence_axes:
         return "it needs the whole cache on one device"
+    return None
+
+
+def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> str | None:
+    """Why the kernel cannot compute this layer, or None."""
+    if why := unserved_context(context):
+        return why
+    if context.own_keys:
+        return "it attends to a cache, not within a sequence"
     if spec.alibi is not None:
         return "it adds no position biases (ALiBi)"
     odd = next((size for size in (spec.head_dim, spec.value_dim) if size % SUBLANES), None)

@@ -12,7 +12,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.api import DECODE, REFERENCE
 from ttpu_jax.ops.attention.blocks import LANES
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.attention.decode import SUBLANES
+from ttpu_jax.ops.attention.decode import SUBLANES, unserved_context
 from ttpu_jax.ops.attention.reference import visibility
 
 
@@ -25,12 +25,8 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, slots: 
         queries: of each row.
         slots: of the cache.
     """
-    if context.platform == "gpu":
-        return "it is a kernel for TPUs"
-    if context.of_stack:
-        return "the latents of one of several stacked layers would be copied for it"
-    if context.sequence_axes:
-        return "it needs the whole cache on one device"
+    if why := unserved_context(context):
+        return why
     rank, rope_dim = spec.value_dim, spec.head_dim - spec.value_dim
     if context.platform == "tpu" and (rank % LANES or rope_dim % SUBLANES or rope_dim == 0):
         return (
