@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_dtypes import bfloat16
 
 from ttpu_core.spec import AttentionSpec
-from ttpu_jax.ops.paged_attention import NULL_PAGE, RaggedBatch
+from ttpu_jax.ops.paged_attention import NULL_PAGE, PagedKV, RaggedBatch, empty_pages, write
+from ttpu_jax.ops.paged_attention.layout import Placement as Devices
+from ttpu_jax.params.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -160,3 +163,52 @@ def alibi_bias(spec: AttentionSpec, slope: float, positions: np.ndarray) -> np.n
     kind = bfloat16 if spec.alibi.bfloat16 else np.float64
     bias = (np.asarray(slope).astype(kind) * positions.astype(kind)).astype(np.float64)
     return bias * spec.softmax_scale if spec.alibi.scaled else bias
+
+
+@dataclass(frozen=True)
+class TpuPlacement(Placement):
+    """Pages as on a TPU, on this machine's devices."""
+
+    @property
+    def platform(self) -> str:
+        return "tpu"
+
+
+def rounded_numbers(case: Ragged, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Queries of the batch, keys and values of all tokens, sinks: numbers that bfloat16 has too."""
+    rng = np.random.default_rng(0)
+    heads, total = spec.num_kv_heads, sum(case.lengths)
+
+    def normal(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16), np.float32)
+
+    query = normal(case.tokens, heads, spec.q_per_kv, spec.head_dim)
+    keys, values = normal(total, heads, spec.head_dim), normal(total, heads, spec.value_dim)
+    return query, keys, values, normal(heads, spec.q_per_kv) + 2
+
+
+def tpu_pages(
+    case: Ragged,
+    spec: AttentionSpec,
+    keys: Any,
+    values: Any,
+    dtype: Any,
+    placement: Devices | None = None,
+    *,
+    in_key: bool = False,
+) -> PagedKV:
+    """Pages as on a TPU, into which `write` has put all tokens. `in_key`: values are the first features of keys."""
+    kv = empty_pages(spec, case.num_pages, case.batch.page_size, placement or TpuPlacement(), dtype, value_in_key=in_key)
+    if not case.lengths:
+        return kv
+    values = None if in_key else jnp.asarray(values, dtype)
+    return jax.jit(write)(kv, jnp.asarray(keys, dtype), values, whole(case).batch)
+
+
+def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
+    """`kv` with NaN in what nobody owns, and behind each sequence's end, where a page's last owner left it."""
+    pages, table = np.array(kv.pages, np.float32), np.asarray(case.batch.tables[0])
+    pages[NULL_PAGE], size = np.nan, case.batch.page_size
+    for row, length in enumerate(case.lengths):
+        pages[table[row, (length - 1) // size], (length - 1) % size + 1 :] = np.nan
+    return replace(kv, pages=jnp.asarray(pages, kv.pages.dtype))

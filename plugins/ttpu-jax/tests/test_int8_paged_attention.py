@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from paged_cases import Ragged, oracle, ragged, whole
+from paged_cases import Ragged, TpuPlacement, oracle, ragged, whole
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.attention import AttentionContext
@@ -28,15 +28,6 @@ from ttpu_jax.ops.paged_attention.reference import reference
 from ttpu_jax.params.placement import Placement
 
 PAGE = 32
-
-
-@dataclass(frozen=True)
-class TpuPlacement(Placement):
-    """Pages as on a TPU, on this machine's devices."""
-
-    @property
-    def platform(self) -> str:
-        return "tpu"
 
 
 def drawn(seed: int, *, decode: bool = False, window: int | None = None) -> Ragged:

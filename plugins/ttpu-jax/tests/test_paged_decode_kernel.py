@@ -3,8 +3,7 @@ over the same pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,23 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from paged_cases import Ragged, oracle, ragged, whole
+from paged_cases import Ragged, TpuPlacement, oracle, poisoned, ragged, rounded_numbers, tpu_pages
 
 from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
 from ttpu_jax.ops.paged_attention import (
-    NULL_PAGE,
-    PagedKV,
-    RaggedBatch,
     api,
     decode_kernel,
     decode_limits,
-    empty_pages,
     page_bytes,
-    write,
 )
-from ttpu_jax.ops.paged_attention.layout import Placement as Devices
 from ttpu_jax.ops.paged_attention.reference import reference
-from ttpu_jax.params.placement import Placement
 
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -37,15 +29,6 @@ LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=25
 """One key for all heads, whose first features are the value."""
 LENGTHS = [1, PAGE, PAGE + 1, 37, 6 * PAGE, 5 * PAGE + 3]
 """One token, a whole page, one more than that, and one or two blocks of three pages."""
-
-
-@dataclass(frozen=True)
-class TpuPlacement(Placement):
-    """Pages as on a TPU, on this machine's devices."""
-
-    @property
-    def platform(self) -> str:
-        return "tpu"
 
 
 def step(counts: list[int] | None = None, lengths: list[int] = LENGTHS, window: int | None = None) -> Ragged:
@@ -77,44 +60,11 @@ CASES = {
 }
 
 
-def numbers(case: Ragged, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Queries of the batch, keys and values of all tokens, sinks: numbers that bfloat16 has too."""
-    rng = np.random.default_rng(0)
-    heads, total = spec.num_kv_heads, sum(case.lengths)
-
-    def normal(*shape: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16), np.float32)
-
-    query = normal(case.tokens, heads, spec.q_per_kv, spec.head_dim)
-    keys, values = normal(total, heads, spec.head_dim), normal(total, heads, spec.value_dim)
-    return query, keys, values, normal(heads, spec.q_per_kv) + 2
-
-
-def filled(
-    case: Ragged, spec: AttentionSpec, keys: Any, values: Any, dtype: Any, placement: Devices | None = None
-) -> PagedKV:
-    in_key = spec == LATENTS
-    kv = empty_pages(spec, case.num_pages, PAGE, placement or TpuPlacement(), dtype, value_in_key=in_key)
-    if not case.lengths:
-        return kv
-    values = None if in_key else jnp.asarray(values, dtype)
-    return jax.jit(write)(kv, jnp.asarray(keys, dtype), values, whole(case).batch)
-
-
-def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
-    """`kv` with NaN in what nobody owns, and behind each sequence's end, where a page's last owner left it."""
-    pages, table = np.array(kv.pages, np.float32), np.asarray(case.batch.tables[0])
-    pages[NULL_PAGE] = np.nan
-    for row, length in enumerate(case.lengths):
-        pages[table[row, (length - 1) // PAGE], (length - 1) % PAGE + 1 :] = np.nan
-    return replace(kv, pages=jnp.asarray(pages, kv.pages.dtype))
-
-
 def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
     """The kernel's result and the reference's."""
-    query, keys, values, sinks = numbers(case, spec)
+    query, keys, values, sinks = rounded_numbers(case, spec)
     sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
-    kv = filled(case, spec, keys, values, dtype)
+    kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
     assert decode_limits.unserved_step(spec, case.batch, case.tokens) is None
     run = jax.jit(
         lambda x, kv, batch: decode_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True)
@@ -138,26 +88,6 @@ def test_the_kernel_equals_the_reference(spec: AttentionSpec, case: Ragged) -> N
     assert not found[case.real :].any(), "padding tokens have zeros"
 
 
-@pytest.mark.parametrize("spec", [replace(GQA, chunk=2 * PAGE), replace(WIDE, window=20, sinks=True), LATENTS])
-def test_in_a_step_with_prompts_it_computes_sequences_of_one_query(spec: AttentionSpec) -> None:
-    counts = [1, 20, 1, 1, 37, 1]
-    case = ragged(
-        counts, [9, 20, 61, PAGE, 50, 5 * PAGE], page_size=PAGE, pages=6, sequences=8, tokens=70, window=spec.window
-    )
-    query, keys, values, sinks = numbers(case, spec)
-    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query)
-    kv = filled(case, spec, keys, values, jnp.float32)
-
-    def run(x: jax.Array, kv: PagedKV, batch: RaggedBatch) -> jax.Array:
-        singles = partial(decode_kernel.attend_singles, x, kv, batch, spec, "", sinks=sink, interpret=True)
-        return reference(x, kv, batch, spec, sinks=sink, platform="gpu", singles=singles)
-
-    found = np.asarray(jax.jit(run)(x, poisoned(kv, case), case.batch))
-    wanted = np.asarray(reference(x, kv, case.batch, spec, sinks=sink, platform="gpu"))
-    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 1e-5
-    assert np.isfinite(found).all(), "padding tokens must stay numbers"
-
-
 def test_two_cores_share_the_sequences() -> None:
     """Each begins with copies of its own; the second one has an absent sequence among its own."""
     spec, case = CASES["window"]
@@ -169,7 +99,7 @@ def test_two_cores_share_the_sequences() -> None:
 def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
     """Keys and values are then halves of one register."""
     spec, case = CASES[name]
-    query, keys, values, sinks = numbers(case, spec)
+    query, keys, values, sinks = rounded_numbers(case, spec)
     values = keys[..., : spec.value_dim] if spec == LATENTS else values
     exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
     found, wanted = (np.abs(each[: case.real] - exact).max() for each in both(spec, case, jnp.bfloat16))
@@ -180,8 +110,8 @@ def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None
     spec, case = AttentionSpec(4, 2, 256), step()
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
     placement = TpuPlacement(mesh)
-    query, keys, values, _ = numbers(case, spec)
-    kv = filled(case, spec, keys, values, jnp.float32, placement)
+    query, keys, values, _ = rounded_numbers(case, spec)
+    kv = tpu_pages(case, spec, keys, values, jnp.float32, placement)
     assert kv.pages.shape == (case.num_pages, PAGE, 2 * 2 * 2, 128)
     assert page_bytes(spec, PAGE, placement, jnp.float32) == (PAGE * 4 * 256 * 4, 2)
     table = np.asarray(case.batch.tables[0])

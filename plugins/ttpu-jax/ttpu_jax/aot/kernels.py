@@ -1,14 +1,18 @@
-"""What Pallas kernels of JAX take that state no cost themselves, from the shapes of their operands."""
+"""What Pallas kernels take: the rate of their FLOPs, and the cost of kernels of JAX that state none themselves, from the
+shapes of their operands."""
 
 from __future__ import annotations
 
 import re
 from math import prod
 
+from ttpu_core.sharding.hardware import Chip
+
 from .hlo import Instruction, array_bytes
 
 _OPERANDS = re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
+_NARROW = re.compile(r"\b([su]8|[su]4|f8\w*|f4\w*)\[")
 _PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 """Matrix products of a pair of a query and a key in splash attention: scores and values; in the backward pass the
 scores again, and the gradients of probabilities and of queries, or of keys and values."""
@@ -16,6 +20,15 @@ _FLASH = {"flash_mha_bwd_dq": 3, "flash_mha_bwd_dkv": 4}
 """The same of the flash kernel, whose forward pass states its cost, of all pairs."""
 _FLASH_BLOCK = re.compile(r"block_q_major_(\d+)")
 _RAGGED = "ragged_paged_attention"
+
+
+def flops_rate(kernel: Instruction, chip: Chip) -> float:
+    """The chip's FLOPs per second for a kernel's products: of bfloat16, or where an operand has numbers of 8 bits or
+    fewer, which it may multiply as they are, the highest of its rates."""
+    operands = _OPERANDS.search(kernel.attributes)
+    if operands is None or _NARROW.search(operands.group(1)) is None:
+        return chip.bf16_flops
+    return max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
 
 
 def known_cost(kernel: Instruction) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse, replica_groups
-from .kernels import known_cost
+from .kernels import flops_rate, known_cost
 from .permutes import hops
 from .topology import Chip, chip_named
 
@@ -304,11 +304,8 @@ class _Walk:
 
     def _flops_seconds(self, kernel: Instruction) -> float:
         """What the FLOPs of a kernel take at the chip's rate."""
-        chip, stated = self.chip, kernel.stated_cost
-        flops, _ = stated or known_cost(kernel) or (0, 0)
-        # Those that state their cost may multiply numbers of any kind.
-        rate = chip.bf16_flops if stated is None else max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
-        return flops / rate
+        flops, _ = kernel.stated_cost or known_cost(kernel) or (0, 0)
+        return flops / flops_rate(kernel, self.chip)
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -42,8 +41,8 @@ def paged_attention(
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         context: the mesh, the axes that shard KV heads, the platform.
-        decode: use our kernel in steps in which each sequence has one query or a few, and for sequences with one query
-            in steps that the reference computes; False leaves these to the other kernel or the reference.
+        decode: use our kernels in steps in which each sequence has one query or a few, and in steps that the other
+            kernel does not serve; False leaves these to the other kernel or the reference.
 
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; those of padding tokens may be no
@@ -53,17 +52,16 @@ def paged_attention(
     why = serves(spec, context.platform, kept, value_in_key=kv.value_in_key)
     small = unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
     use_kernel = why is None and small
-    single = decode and serves_decode(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
-    single = single and unserved_batch(spec, replace(batch, max_queries=1), kv.group, paired=is_paired(kv)) is None
-    own = single and small and decode_limits.unserved_step(spec, batch, len(query)) is None
-    kind = device_kind(context) if use_kernel or single else ""
+    own = decode and small and serves_decode(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    few = own and decode_limits.unserved_step(spec, batch, len(query)) is None
+    kind = device_kind(context) if use_kernel or own else ""
 
     def attend(
         query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None, slopes: jax.Array | None
     ) -> jax.Array:
-        if own or single:
+        if few:
             from ttpu_jax.ops.paged_attention import decode_kernel
-        if own:
+
             return decode_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if use_kernel and is_paired(kv):
             from ttpu_jax.ops.paged_attention import int8_kernel
@@ -73,10 +71,11 @@ def paged_attention(
             mixed = kernel.attend(query, kv, batch, spec, kind)
             # Which leaves padding uninitialised. Layers make zeros of it in steps of several queries.
             return mixed if batch.max_queries > 1 else jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
-        singles = partial(decode_kernel.attend_singles, query, kv, batch, spec, kind, sinks=sinks) if single else None
-        return reference(
-            query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform, singles=singles
-        )
+        if own:
+            from ttpu_jax.ops.paged_attention import prompt_kernel
+
+            return prompt_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
+        return reference(query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform)
 
     if context.mesh is None:
         return attend(query, kv, batch, sinks, alibi.slopes(spec))

@@ -1,10 +1,6 @@
 """Attention of steps in which each sequence has one query or a few, to pages on one TPU, as a Pallas kernel. It reads
 the pages that a sequence's queries see once, and no others: two blocks of pages are in VMEM, one of which is copied,
-those of the next sequence too, while the other is computed.
-
-Two neighbouring rows of a page are a head's key and value for one token. In 16 bits they are one row of 32-bit
-registers, whose halves are separated there. Pages of latents have one row for each token, which is its key, and whose
-first features are its value."""
+those of the next sequence too, while the other is computed."""
 
 from __future__ import annotations
 
@@ -24,7 +20,9 @@ from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.layout import parts_of
+from ttpu_jax.ops.paged_attention.page_rows import rows_of_latents, separated
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
+from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
 BLOCK_BYTES, BLOCK_TOKENS = 2**20, 1024
 """The most of the pages in one block; two blocks are in VMEM at once."""
@@ -32,9 +30,6 @@ QUERY_BYTES = 2**21
 """Of the queries of the sequences in one step of the grid."""
 FEW = 4
 """Blocks of this part of a whole one are computed where a sequence ends."""
-TWO_CORES = ("TPU v4", "TPU v5")
-"""Kinds of devices whose two cores share the steps of a grid."""
-
 
 def attend(
     query: jax.Array,
@@ -84,9 +79,10 @@ def attend_singles(
     *,
     sinks: jax.Array | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """Attention of one device's queries of those sequences that have one, in any step. The result is [tokens, kv_heads,
-    q_per_kv, value_dim] in the query's dtype, with arbitrary finite numbers for the tokens of other sequences.
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one device's queries of those sequences that have one, in any step. Returns [sequences, kv_heads,
+    q_per_kv, value_dim] in the query's dtype, of these sequences and then zeros, and the token of each, int32
+    [sequences], or the number of tokens.
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
@@ -98,20 +94,22 @@ def attend_singles(
         interpret: run the kernel in the interpreter.
     """
     tokens, sequences = len(query), len(batch.kv_lens)
-    counts = jnp.diff(batch.query_starts)
-    order = jnp.argsort(counts != 1, stable=True).astype(jnp.int32)
-    number = (counts == 1).sum(dtype=jnp.int32)
+    single = jnp.diff(batch.query_starts) == 1
+    order = jnp.argsort(jnp.logical_not(single), stable=True).astype(jnp.int32)
+    number = single.sum(dtype=jnp.int32)
     alone = replace(
         batch,
         query_starts=jnp.minimum(jnp.arange(sequences + 1, dtype=jnp.int32), number),
-        kv_lens=jnp.where(counts == 1, batch.kv_lens, 0)[order],
+        kv_lens=jnp.where(single, batch.kv_lens, 0)[order],
         num_sequences=number[None],
         tables=tuple(table[order] for table in batch.tables),
+        positions=jnp.where(jnp.arange(sequences) < number, 0, -1),
         max_queries=1,
     )
-    first = query[jnp.minimum(batch.query_starts[:-1], tokens - 1)[order]]
-    mixed = attend(first, kv, alone, spec, kind, sinks=sinks, interpret=interpret)
-    return mixed[jnp.argsort(order)[jnp.clip(batch.rows, 0, sequences - 1)]]
+    token = jnp.where(single, batch.query_starts[:-1], tokens)[order]
+    # Of flat rows, which a TPU gathers without another layout of all queries.
+    first = query.reshape(tokens, -1)[jnp.minimum(token, tokens - 1)].reshape(sequences, *query.shape[1:])
+    return attend(first, kv, alone, spec, kind, sinks=sinks, interpret=interpret), token
 
 
 def _attend(
@@ -255,10 +253,10 @@ def _kernel(
                 hidden = hidden | (lane < last - spec.window)
             found = buffer.at[slot, pl.ds(0, n)]
             if len(found.shape) == 3:
-                row = _rows(found, left)
+                row = rows_of_latents(found, left)
                 return tuple(state.attended(queries[index - begin, 0], row, row, hidden, spec) for state in carry)
             return tuple(
-                state.attended(queries[index - begin, head], *_separated(found, head, kv_heads, left), hidden, spec)
+                state.attended(queries[index - begin, head], *separated(found, head, kv_heads, left), hidden, spec)
                 for head, state in enumerate(carry)
             )
 
@@ -277,35 +275,3 @@ def _kernel(
             out[index - begin, head] = state.result().astype(out.dtype)
 
     jax.lax.fori_loop(begin, end, piece, None)
-
-
-def _rows(pages: Any, left: Any) -> jax.Array:
-    """The rows [tokens, width] of `pages` [pages, page_size, width]. Those from token `left` on, of which memory may
-    hold anything, are zeros."""
-    number, page_size, width = pages.shape
-    found = pages[...].reshape(number * page_size, width)
-    there = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0) < left
-    return jnp.where(there, found, jnp.zeros_like(found))
-
-
-def _separated(pages: Any, head: int, heads: int, left: Any) -> tuple[jax.Array, jax.Array]:
-    """The keys and values [tokens, width] of a head in `pages` [pages, page_size, parts * kv_heads * 2, 128]. Those
-    from token `left` on, of which memory may hold anything, are zeros."""
-    number, page_size, rows, lanes = pages.shape
-    tokens, parts = number * page_size, rows // (2 * heads)
-    there = jax.lax.broadcasted_iota(jnp.int32, (tokens, lanes), 0) < left
-    flat, words = pages.reshape(tokens * rows, lanes), pages.dtype != jnp.float32
-    if words:
-        flat, rows = flat.bitcast(jnp.uint32), rows // 2
-
-    def loaded(row: int, stride: int) -> jax.Array:
-        """Rows `row` of each part of each token, as wide as the head."""
-        places = [part * stride + row for part in range(parts)]
-        found = [flat[...] if rows == 1 else flat[place::rows, :] for place in places]
-        return jnp.concatenate([jnp.where(there, part, jnp.zeros_like(part)) for part in found], axis=1)
-
-    if not words:
-        return loaded(2 * head, 2 * heads), loaded(2 * head + 1, 2 * heads)
-    both = loaded(head, heads)  # a bfloat16 is the upper half of a float32
-    key, value = pltpu.bitcast(both << 16, jnp.float32), pltpu.bitcast((both >> 16) << 16, jnp.float32)
-    return key.astype(jnp.bfloat16), value.astype(jnp.bfloat16)

@@ -4,7 +4,6 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -38,7 +37,6 @@ def reference(
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
     platform: str = "cpu",
-    singles: Callable[[], jax.Array] | None = None,
 ) -> jax.Array:
     """Attention of a flat batch. The result is [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype. On a
     CPU sequences are processed one after another. Elsewhere all sequences are processed together, followed one by
@@ -52,8 +50,6 @@ def reference(
         sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
         slopes: [kv_heads, q_per_kv] of ALiBi for these heads, or None.
         platform: cpu, tpu or gpu.
-        singles: the result for the tokens of sequences with one query, where a kernel computes these in a step that
-            has others, too.
     """
     attend = partial(_attend, kv=kv, spec=spec, sinks=sinks, slopes=slopes, on_cpu=platform == "cpu")
     most = batch.max_queries
@@ -64,9 +60,8 @@ def reference(
         mixed = jnp.zeros((*query.shape[:-1], spec.value_dim), jnp.float32)
         return _one_by_one(wide, mixed, batch, kv.group, attend, sizes, 0).astype(query.dtype)
     few, many = OTHER_QUERIES
-    few = most if most <= few and singles is None else 1
-    mixed = _together(query, batch, kv.group, attend, few) if singles is None else singles()
-    mixed = mixed.astype(query.dtype)
+    few = most if most <= few else 1
+    mixed = _together(query, batch, kv.group, attend, few).astype(query.dtype)
     return mixed if most == few else _one_by_one(query, mixed, batch, kv.group, attend, [min(most, many)], few)
 
 

@@ -1,0 +1,142 @@
+"""Our kernel for served steps in which sequences have many queries, in the interpreter, against the plain version over
+the same pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from paged_cases import Ragged, TpuPlacement, oracle, poisoned, ragged, rounded_numbers, tpu_pages
+
+from ttpu_core.spec import AttentionSpec, axes
+from ttpu_jax.ops.paged_attention import prompt_kernel
+from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks
+from ttpu_jax.ops.paged_attention.reference import reference
+
+PAGE = 16
+GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
+WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)
+LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
+"""One key for all heads, whose first features are the value."""
+
+
+def step(counts: list[int], lengths: list[int], window: int | None = None, tokens: int | None = None) -> Ragged:
+    """A step with room for two more sequences, and for 11 more tokens."""
+    return ragged(
+        counts, lengths, page_size=PAGE, pages=10, sequences=len(lengths) + 2, tokens=tokens or sum(counts) + 11,
+        window=window, max_queries=max(counts, default=16),
+    )  # fmt: skip
+
+
+PROMPTS = [1, 40, 1, 1, 37, 16, 1, 2], [9, 40, 61, PAGE, 150, 16, 5 * PAGE, 33]
+"""Prompts that begin and end in the middle of blocks, whole or with tokens in the cache; and single queries."""
+ALIGNED = [32, 16, 16], [32, 80, 16]
+"""Prompts that end where blocks end."""
+CASES = {
+    "groups of query heads": (GQA, step(*PROMPTS)),
+    "one head of 256": (WIDE, step(*PROMPTS)),
+    "three heads of 256": (AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=256), step(*PROMPTS)),
+    "heads of 512, narrower values": (AttentionSpec(2, 1, 512, v_head_dim=320), step(*PROMPTS)),
+    "window": (replace(WIDE, window=35), step(*PROMPTS, window=35)),
+    "window of one page": (replace(GQA, window=PAGE), step(*PROMPTS, window=PAGE)),
+    "chunk": (replace(GQA, chunk=2 * PAGE), step(*PROMPTS)),
+    "softcap, scale": (replace(WIDE, logit_softcap=3.0, scale=0.3), step(*PROMPTS)),
+    "sinks": (replace(GQA, sinks=True), step(*PROMPTS)),
+    "sinks, softcap and a window": (replace(WIDE, sinks=True, logit_softcap=3.0, window=5), step(*PROMPTS, window=5)),
+    "latents": (LATENTS, step(*PROMPTS)),
+    "whole blocks": (GQA, step(*ALIGNED, tokens=64)),
+    "one prompt": (WIDE, step([100], [100])),
+    "single queries alone": (GQA, step([1, 1, 1], [9, 61, 30])),
+    "no sequence": (GQA, step([], [])),
+}
+
+
+def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """The kernels' result and the reference's."""
+    query, keys, values, sinks = rounded_numbers(case, spec)
+    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
+    kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
+    run = jax.jit(lambda x, kv, batch: prompt_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True))
+    found = run(x, poisoned(kv, case), case.batch)
+    wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
+    assert found.dtype == wanted.dtype == dtype
+    return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 tokens' queries and of two pages."""
+    monkeypatch.setattr(prompt_kernel, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(prompt_kernel, "BLOCK_KEYS", 2 * PAGE)
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES.values(), ids=CASES)
+def test_the_kernel_equals_the_reference(spec: AttentionSpec, case: Ragged) -> None:
+    found, wanted = both(spec, case)
+    assert np.abs(found[: case.real] - wanted[: case.real]).max(initial=0) <= 1e-5
+    assert not found[case.real :].any(), "padding tokens have zeros"
+
+
+@pytest.mark.parametrize("name", ["window", "chunk", "latents", "one prompt", "single queries alone"])
+def test_two_cores_take_turns(name: str) -> None:
+    """Each begins with copies of its own."""
+    spec, case = CASES[name]
+    found, wanted = both(spec, case, kind="TPU v4")
+    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 1e-5
+
+
+def test_each_core_has_every_second_block() -> None:
+    blocks = QueryBlocks.of("TPU v5", 100, 16)
+    assert blocks.grid == (2, 4) and blocks.padding == 28
+    assert [blocks.number(core, turn) for core in range(2) for turn in range(4)] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert QueryBlocks.of("TPU v5", 16, 16).grid == QueryBlocks.of("TPU v5 lite", 16, 16).grid == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["three heads of 256", "sinks", "latents"])
+def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
+    """Keys and values are then halves of one register."""
+    spec, case = CASES[name]
+    query, keys, values, sinks = rounded_numbers(case, spec)
+    values = keys[..., : spec.value_dim] if spec == LATENTS else values
+    exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
+    found, wanted = (np.abs(each[: case.real] - exact).max() for each in both(spec, case, jnp.bfloat16))
+    assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
+
+
+def test_devices_share_wide_heads() -> None:
+    spec, case = AttentionSpec(4, 2, 256), step(*PROMPTS)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
+    placement = TpuPlacement(mesh)
+    query, keys, values, _ = rounded_numbers(case, spec)
+    kv = tpu_pages(case, spec, keys, values, jnp.float32, placement)
+    heads = placement.mesh_axes(axes.KV_HEADS, 2)
+    of_heads = PartitionSpec(None, heads)
+    run = jax.shard_map(
+        lambda query, kv, batch: prompt_kernel.attend(query, kv, batch, spec, "", interpret=True),
+        mesh=mesh,
+        in_specs=(of_heads, replace(kv, pages=PartitionSpec(None, None, heads)), PartitionSpec()),
+        out_specs=of_heads,
+        check_vma=False,
+    )
+    found = np.asarray(jax.jit(run)(jnp.asarray(query), kv, case.batch))
+    exact = oracle(case.counts, case.lengths, query, keys, values, spec)
+    assert np.abs(found[: case.real] - exact).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "width", "sizes"),
+    [(1, 2, 256, (4, 256)), (1, 16, 640, (4, 32)), (8, 2, 256, (2, 64)), (1, 32, 640, (4, 16))],
+)
+def test_blocks_fit_the_memory_of_a_core(
+    heads: int, group: int, width: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    spec = AttentionSpec(heads * group, heads, width)
+    case = ragged([64], [64], page_size=128, pages=64)
+    kv = tpu_pages(case, spec, *rounded_numbers(case, spec)[1:3], jnp.bfloat16, in_key=width == 640)
+    assert prompt_kernel._block_sizes(kv, 64, heads, group, width, width, 2048) == sizes
