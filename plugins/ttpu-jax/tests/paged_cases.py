@@ -174,7 +174,9 @@ class TpuPlacement(Placement):
         return "tpu"
 
 
-def rounded_numbers(case: Ragged, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def rounded_numbers(
+    case: Ragged, spec: AttentionSpec
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Queries of the batch, keys and values of all tokens, sinks: numbers that bfloat16 has too."""
     rng = np.random.default_rng(0)
     heads, total = spec.num_kv_heads, sum(case.lengths)
@@ -198,7 +200,8 @@ def tpu_pages(
     in_key: bool = False,
 ) -> PagedKV:
     """Pages as on a TPU, into which `write` has put all tokens. `in_key`: values are the first features of keys."""
-    kv = empty_pages(spec, case.num_pages, case.batch.page_size, placement or TpuPlacement(), dtype, value_in_key=in_key)
+    size = case.batch.page_size
+    kv = empty_pages(spec, case.num_pages, size, placement or TpuPlacement(), dtype, value_in_key=in_key)
     if not case.lengths:
         return kv
     values = None if in_key else jnp.asarray(values, dtype)

@@ -220,7 +220,7 @@ class TestEstimate:
     def test_the_cost_that_a_kernel_states_gives_its_least_time_apart(self) -> None:
         cost = 'backend_config={"cost_estimate":{"flops":"%d","transcendentals":"0","bytes_accessed":"%d"}}'
         text = entry(
-            f'%a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", {cost % (786_000_000, 8)}',
+            f'%a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", {cost % (394_000_000, 8)}',
             f'ROOT %b = f32[8] custom-call(%a), custom_call_target="tpu_custom_call", {cost % (8, 819_000)}',
         )
         result = schedule.estimate(text, "v5e")
@@ -229,6 +229,19 @@ class TestEstimate:
         assert result.seconds_with_kernels == pytest.approx(3e-6)
         assert result.total_seconds == pytest.approx(2e-6 / schedule.KERNEL_FLOPS + 1e-6 / schedule.KERNEL_BANDWIDTH)
         assert schedule.estimate(text, "v5e", {"a": 5e-6}).seconds_with_kernels == pytest.approx(6e-6)
+
+    @pytest.mark.parametrize(
+        ("operand", "seconds"), [("bf16", 2e-6), ("f32", 2e-6), ("s8", 1e-6), ("u4", 1e-6), ("f8e4m3fn", 1e-6)]
+    )
+    def test_flops_count_at_the_rate_of_the_operands(self, operand: str, seconds: float) -> None:
+        """A v5e multiplies int8 twice as fast as bfloat16, and a kernel may multiply what it reads as it is."""
+        text = entry(
+            'ROOT %a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", operand_layout_constraints={'
+            f's32[4]{{0}}, {operand}[8,128]{{1,0}}}}, backend_config={{"cost_estimate":{{"flops":"393500000",'
+            '"transcendentals":"0","bytes_accessed":"8"}}'
+        )
+        (kernel,) = schedule.estimate(text, "v5e").unmodelled
+        assert kernel.roofline_seconds == pytest.approx(seconds, rel=0.01)
 
     @pytest.mark.parametrize(
         ("tokens", "pages", "seen"), [(128, 1025, 1025), (128, 9000, 8192), (2048, 1025, 1025), (2048, 9000, 8192)]

@@ -67,13 +67,14 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
     context = AttentionContext(
         mesh=mesh, head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads), platform="tpu"
     )
-    monkeypatch.setattr(page_write, "write_rows", partial(page_write.write_rows, interpret=True))
-    found = [jax.jit(partial(write, context=context))(kv, key, value, case.batch)]
-    if key.shape == value.shape:
-        pairs = jnp.stack([key, value], axis=2)
-        for outside in (False, True):
+    for name in ("write_rows", "write_heads"):
+        monkeypatch.setattr(page_write, name, partial(getattr(page_write, name), interpret=True))
+    found = []
+    for outside in (False, True):
+        found.append(jax.jit(partial(write, context=context, heads_outside=outside))(kv, key, value, case.batch))
+        if key.shape == value.shape:
             of_pairs = jax.jit(partial(write_pairs, context=context, heads_outside=outside))
-            found.append(of_pairs(kv, pairs, case.batch))
+            found.append(of_pairs(kv, jnp.stack([key, value], axis=2), case.batch))
     assert np.isfinite(np.asarray(wanted.pages, np.float32)).all()
     for one in found:
         assert one.pages.dtype == wanted.pages.dtype

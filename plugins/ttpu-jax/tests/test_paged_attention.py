@@ -279,7 +279,7 @@ def test_padding_that_the_kernel_leaves_in_decode_steps_is_zero(monkeypatch: pyt
 
     monkeypatch.setattr(kernel, "attend", left)
     on_tpu = AttentionContext(platform="tpu")
-    mixed = paged_attention(jnp.asarray(query), kv, DECODE.batch, GQA, context=on_tpu, decode=False)
+    mixed = paged_attention(jnp.asarray(query), kv, DECODE.batch, GQA, context=on_tpu, own=False)
     assert DECODE.batch.max_queries == 1
     assert padding.any() and np.isfinite(np.asarray(mixed)).all()
     np.testing.assert_array_equal(np.asarray(mixed)[~padding], query[~padding])

@@ -36,10 +36,10 @@ def compiled(
     pages_per_sequence: int = 64,
     value_in_key: bool = False,
     kernels: bool = True,
-    loops: bool = False,
+    heads_outside: bool = False,
 ) -> CompiledProgram:
     """A program that writes into donated pages and attends, cut over all devices of a topology, with or without our
-    kernels. `loops`: the reference computes a part of it."""
+    kernels."""
     topology = tpu_topology(topology_name)
     mesh = make_mesh(topology, {"tensor": len(topology.devices)})
     placement = Placement(mesh)
@@ -64,8 +64,11 @@ def compiled(
     sinks = array((spec.num_kv_heads, spec.q_per_kv), jnp.bfloat16, heads or None) if spec.sinks else None
 
     def run(kv: PagedKV, query: jax.Array, key: jax.Array, value: jax.Array, batch: RaggedBatch, sinks: Any) -> Any:
-        kv = write(kv, key, None if value_in_key else value, batch, context=context, by_kernel=kernels)
-        return kv, paged_attention(query, kv, batch, spec, sinks=sinks, context=context, decode=kernels)
+        kv = write(
+            kv, key, None if value_in_key else value, batch, context=context, by_kernel=kernels,
+            heads_outside=heads_outside,
+        )  # fmt: skip
+        return kv, paged_attention(query, kv, batch, spec, sinks=sinks, context=context, own=kernels)
 
     queries = per_head(spec.q_per_kv, spec.head_dim)
     arguments = kv, queries, per_head(spec.head_dim), per_head(spec.value_dim), batch, sinks
@@ -78,7 +81,7 @@ def compiled(
         if len(pages.shape) == 3:  # the scales of pages, which may lie in VMEM
             continue
         assert not re.search(rf"= \(?\w+\[{shape}\].* copy(-start)?\(", program.hlo_text), "all pages are copied"
-    assert "while(" not in program.hlo_text or loops or not number_of_kernels(program), "tokens are written one by one"
+    assert "while(" not in program.hlo_text or not number_of_kernels(program), "tokens are written one by one"
     assert program.collectives == ()
     return program
 
@@ -86,11 +89,6 @@ def compiled(
 def number_of_kernels(program: CompiledProgram) -> int:
     """Kernels beside the one that writes pages that are not quantized."""
     return len(re.findall(r"%(?!page_write)\S+ = .*tpu_custom_call", program.hlo_text))
-
-
-@pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1", "v5e:2x4"])
-def test_the_kernel_compiles_for_every_generation(topology_name: str) -> None:
-    assert number_of_kernels(compiled(topology_name, LLAMA, MIXED)) == 1
 
 
 def least_times(program: CompiledProgram) -> dict[str, float | None]:
@@ -137,25 +135,52 @@ def test_latents_are_read_once_as_keys_and_values(topology_name: str) -> None:
     assert least_times(program)["paged_decode_attention"] == pytest.approx(least, rel=0.02)
 
 
-def test_without_it_jaxs_kernel_or_the_reference_computes_decode_steps() -> None:
+@pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5e:2x4", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1"])
+def test_steps_with_prompts_have_our_kernels_on_every_generation(topology_name: str) -> None:
+    """One for prompts, and one for sequences of one query; each block of prompts reads the pages of a window alone."""
+    program = compiled(topology_name, GEMMA, MIXED)
+    assert set(least_times(program)) >= {"paged_prompt_attention", "paged_decode_attention", "page_write"}
+    assert number_of_kernels(program) == 2 and not program.estimate.loops_without_trip_count
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        (LLAMA, {}),
+        (LATENTS, {"value_in_key": True, "pages_per_sequence": 8}),
+        (AttentionSpec(num_heads=128, num_kv_heads=1, head_dim=576, v_head_dim=512), {"value_in_key": True}),
+        (AttentionSpec(num_heads=64, num_kv_heads=8, head_dim=64, window=128, sinks=True), {}),
+        (AttentionSpec(num_heads=32, num_kv_heads=4, head_dim=512), {}),
+        (AttentionSpec(num_heads=16, num_kv_heads=16, head_dim=256, chunk=1024), {}),
+        (GEMMA, {"dtype": "float32"}),
+    ],
+    ids=["heads of 128", "latents", "latents of 128 heads", "sinks", "heads of 512", "chunks", "float32"],
+)
+def test_prompts_of_other_layers_have_our_kernel(spec: AttentionSpec, options: dict[str, Any]) -> None:
+    """Of 128 heads 32 at a time."""
+    program = compiled("v5e:1x1", spec, (2048, 1024), **options)
+    assert number_of_kernels(program) == 1 + -(-spec.q_per_kv // 32)
+    assert not program.estimate.loops_without_trip_count
+
+
+def test_keys_of_a_ring_are_written_head_by_head() -> None:
+    for spec in (LLAMA, GEMMA):
+        program = compiled("v5e:2x4", spec, MIXED, heads_outside=True)
+        assert "%page_write" in program.hlo_text and not re.search(r" copy\(.*cache_write", program.hlo_text)
+
+
+def test_without_them_jaxs_kernel_or_the_reference_computes_steps() -> None:
     program = compiled("v6e:2x4", LLAMA, DECODE, kernels=False)
     size = page_bytes(LLAMA, PAGE_SIZE, Placement(), "bfloat16")[0]
     least = SEQUENCES * 64 * size / 8 / program.topology.chip.hbm_bytes_per_second  # the table has room for 64 pages
     assert least_times(program)["ragged_paged_attention_kernel"] == pytest.approx(least, rel=0.02)
+    assert number_of_kernels(compiled("v5e:2x4", LLAMA, MIXED, kernels=False)) == 1
+    assert number_of_kernels(compiled("v5e:2x4", replace(LLAMA, sinks=True), MIXED, kernels=False)) == 0
     assert number_of_kernels(compiled("v5e:2x4", GEMMA, DECODE, kernels=False)) == 0
 
 
-@pytest.mark.parametrize(
-    ("spec", "dtype"),
-    [
-        (LLAMA, "float8_e4m3fn"),
-        (AttentionSpec(num_heads=32, num_kv_heads=32, head_dim=96, window=4096, logit_softcap=50.0), "bfloat16"),
-        (AttentionSpec(num_heads=16, num_kv_heads=16, head_dim=64, chunk=1024), "bfloat16"),
-    ],
-    ids=["float8", "window", "chunk"],
-)
-def test_the_kernel_serves_other_layers(spec: AttentionSpec, dtype: str) -> None:
-    assert number_of_kernels(compiled("v5e:2x4", spec, MIXED, dtype)) == 1
+def test_jaxs_kernel_serves_pages_in_float8() -> None:
+    assert "ragged_paged_attention_kernel" in least_times(compiled("v5e:2x4", LLAMA, MIXED, "float8_e4m3fn"))
 
 
 def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:
@@ -171,14 +196,11 @@ def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() ->
     assert 0 < (least["int8_page_write"] or 0.0) < 1e-6
 
 
-@pytest.mark.parametrize("topology_name", ["v5p:1x1x1", "tpu7x:1x1x1"])
-def test_the_kernel_that_writes_int8_pages_compiles_for_every_generation(topology_name: str) -> None:
-    assert number_of_kernels(compiled(topology_name, LLAMA, DECODE, "int8")) == 2
+@pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5p:1x1x1", "tpu7x:1x1x1"])
+def test_kernels_for_int8_pages_compile_for_every_generation(topology_name: str) -> None:
+    assert number_of_kernels(compiled(topology_name, LLAMA, MIXED, "int8")) == 3
 
 
-def test_elsewhere_the_reference_is_compiled_and_pages_stay_in_place() -> None:
-    """Beside our kernel for sequences of one query, where it serves the layer."""
-    assert number_of_kernels(compiled("v5e:2x4", replace(LLAMA, sinks=True), MIXED, kernels=False)) == 0
-    assert number_of_kernels(compiled("v5e:2x4", replace(GEMMA, sinks=True), MIXED, loops=True)) == 1
-    latents = compiled("v5e:2x4", LATENTS, MIXED, value_in_key=True, pages_per_sequence=8, loops=True)
-    assert number_of_kernels(latents) == 1
+def test_one_head_that_devices_do_not_share_stays_whole() -> None:
+    """Its rows of keys and values would be as many as the devices."""
+    assert number_of_kernels(compiled("tpu7x:1x1x1", AttentionSpec(16, 1, 256), DECODE)) == 1

@@ -17,7 +17,7 @@ from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
 from ttpu_jax.ops.paged_attention import (
     api,
     decode_kernel,
-    decode_limits,
+    limits,
     page_bytes,
 )
 from ttpu_jax.ops.paged_attention.reference import reference
@@ -65,7 +65,7 @@ def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str 
     query, keys, values, sinks = rounded_numbers(case, spec)
     sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
     kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
-    assert decode_limits.unserved_step(spec, case.batch, case.tokens) is None
+    assert limits.unserved_step(spec, case.batch, case.tokens) is None
     run = jax.jit(
         lambda x, kv, batch: decode_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True)
     )
@@ -137,24 +137,24 @@ def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None
     [
         (WIDE, "bfloat16", False, None),
         (WIDE, "float32", False, None),
-        (WIDE, "int8", False, "does not read int8"),
-        (WIDE, "float8_e4m3fn", False, "does not read float8_e4m3fn"),
+        (WIDE, "int8", False, "do not read int8"),
+        (WIDE, "float8_e4m3fn", False, "do not read float8_e4m3fn"),
         (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, None),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "does not read int8"),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "do not read int8"),
         (AttentionSpec(16, 1, 384), "bfloat16", False, "heads of 384 features"),
         (replace(GQA, alibi=AlibiSpec()), "bfloat16", False, "ALiBi"),
     ],
 )
 def test_layers_that_it_does_not_serve(spec: AttentionSpec, dtype: str, in_key: bool, reason: str | None) -> None:
-    found = api.serves_decode(spec, "tpu", jnp.dtype(dtype), value_in_key=in_key)
+    found = api.serves_own(spec, "tpu", jnp.dtype(dtype), value_in_key=in_key)
     assert (found is None) if reason is None else (reason in str(found))
-    assert "for TPUs" in str(api.serves_decode(spec, "gpu", jnp.dtype(dtype), value_in_key=in_key))
+    assert "for TPUs" in str(api.serves_own(spec, "gpu", jnp.dtype(dtype), value_in_key=in_key))
 
 
 def test_steps_that_it_does_not_serve() -> None:
     drafts = step([4, 1, 4], [9, 22, 61])
-    assert decode_limits.unserved_step(GQA, drafts.batch, drafts.tokens) is None
-    assert "several chunks" in str(decode_limits.unserved_step(replace(GQA, chunk=32), drafts.batch, drafts.tokens))
+    assert limits.unserved_step(GQA, drafts.batch, drafts.tokens) is None
+    assert "several chunks" in str(limits.unserved_step(replace(GQA, chunk=32), drafts.batch, drafts.tokens))
     mixed = ragged([17, 1], [17, 20], page_size=PAGE, pages=6, tokens=34)
-    assert "at most 16 queries" in str(decode_limits.unserved_step(GQA, mixed.batch, mixed.tokens))
-    assert "with room for" in str(decode_limits.unserved_step(GQA, step().batch, 64))
+    assert "at most 16 queries" in str(limits.unserved_step(GQA, mixed.batch, mixed.tokens))
+    assert "with room for" in str(limits.unserved_step(GQA, step().batch, 64))

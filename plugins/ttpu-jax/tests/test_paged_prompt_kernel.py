@@ -130,7 +130,7 @@ def test_devices_share_wide_heads() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "group", "width", "sizes"),
-    [(1, 2, 256, (4, 256)), (1, 16, 640, (4, 32)), (8, 2, 256, (2, 64)), (1, 32, 640, (4, 16))],
+    [(1, 2, 256, (8, 256)), (1, 16, 640, (8, 32)), (8, 2, 256, (2, 64)), (1, 32, 640, (8, 16))],
 )
 def test_blocks_fit_the_memory_of_a_core(
     heads: int, group: int, width: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -139,4 +139,4 @@ def test_blocks_fit_the_memory_of_a_core(
     spec = AttentionSpec(heads * group, heads, width)
     case = ragged([64], [64], page_size=128, pages=64)
     kv = tpu_pages(case, spec, *rounded_numbers(case, spec)[1:3], jnp.bfloat16, in_key=width == 640)
-    assert prompt_kernel._block_sizes(kv, 64, heads, group, width, width, 2048) == sizes
+    assert prompt_kernel._block_sizes(kv, spec, 64, (heads, group, width), width, 2048) == sizes

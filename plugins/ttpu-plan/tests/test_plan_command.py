@@ -135,7 +135,7 @@ def test_when_no_generation_serves_the_reason_has_numbers_and_remedies(config: P
 def test_the_first_plan_says_which_attention_it_gets_and_why(config: Path) -> None:
     pytest.importorskip("ttpu_jax")
     of_generate = "splash_attention for prefill and training, decode_attention for decode: the default on a TPU"
-    of_engine = "paged_decode_attention for decode steps, ragged_paged_attention for others: the default on a TPU"
+    of_engine = "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
     for task, reason in (("inference", of_engine), ("generation", of_generate)):
         asked = config, "--topology", "v5e:2x4", "--task", task
         assert f"attention (full): {reason}" in " ".join(run(*asked).stdout.split())

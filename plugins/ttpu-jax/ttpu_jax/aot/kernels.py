@@ -1,4 +1,4 @@
-"""What Pallas kernels take: the rate of their FLOPs, and the cost of kernels of JAX that state none themselves, from the
+"""What Pallas kernels take: the rate of their FLOPs, and the cost of those of JAX that state none themselves, from the
 shapes of their operands."""
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class LatentAttention(CachingMixer):
             platform=placement.platform,
             own_keys=False,
         )
-        spec, decode = latent_pages(self.spec), self.runtime.attention != REFERENCE.name
-        mixed = paged_attention(narrow[0][:, None], pages, batch, spec, context=context, decode=decode)[:, 0][None]
+        spec, own = latent_pages(self.spec), self.runtime.attention != REFERENCE.name
+        mixed = paged_attention(narrow[0][:, None], pages, batch, spec, context=context, own=own)[:, 0][None]
         mixed = _product("bshr,hvr->bshv", self._shard(mixed.astype(dtype)), value_up).astype(query.dtype)
         return self._shard(mixed)
 

@@ -129,8 +129,8 @@ class PagedKeys:
             [1, tokens, kv_heads, q_per_kv, value_dim].
         """
         context = _pages_context(runtime.placement, spec.num_kv_heads)
-        decode = runtime.attention != REFERENCE.name
-        mixed = paged_attention(query[0], self.pages, self.batch, spec, sinks=sinks, context=context, decode=decode)
+        own = runtime.attention != REFERENCE.name
+        mixed = paged_attention(query[0], self.pages, self.batch, spec, sinks=sinks, context=context, own=own)
         return mixed[None]
 
 

@@ -18,7 +18,7 @@ from ttpu_core.spec import ArchitectureSpec, AttentionSpec, axes
 from ttpu_core.spec.arithmetic import BITS, CACHE_DTYPES
 from ttpu_core.spec.latent_attention import LatentAttentionSpec, latent_pages
 from ttpu_jax.model.paged import PagedLayout, group_page_bytes, paged_layout, state_bytes
-from ttpu_jax.ops.paged_attention import serves, serves_decode
+from ttpu_jax.ops.paged_attention import serves, serves_own
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.runner.buckets import StepShape, buckets_for
@@ -92,12 +92,9 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
     table: dict[str, str] = {}
 
     def served(attention: AttentionSpec, kept: np.dtype[Any], kernel: str, in_key: bool) -> str:
+        if serves_own(attention, "tpu", kept, value_in_key=in_key) is None:
+            return "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
         why = serves(attention, "tpu", kept, value_in_key=in_key)
-        if serves_decode(attention, "tpu", kept, value_in_key=in_key) is None:
-            decode = "paged_decode_attention for decode steps"
-            if why is None:
-                return f"{decode}, {kernel} for others: the default on a TPU"
-            return f"{decode}: the default on a TPU, paged eager attention for others: {why}"
         return f"{kernel}: the default on a TPU" if why is None else f"paged eager attention: {why}"
 
     for layer in spec.layers:

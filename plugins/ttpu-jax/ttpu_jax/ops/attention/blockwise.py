@@ -3,13 +3,19 @@ exponentials less it, and the sum of values times them, are kept from block to b
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
+from ttpu_jax.ops.attention.blocks import LANES
 from ttpu_jax.ops.attention.reference import MASKED
+
+LOWEST = MASKED / 10
+"""Where the largest score begins: above the scores of hidden keys, whose exponentials are therefore zero."""
 
 
 class Running(NamedTuple):
@@ -18,6 +24,13 @@ class Running(NamedTuple):
     largest: jax.Array
     total: jax.Array
     mixed: jax.Array
+
+    @classmethod
+    def start(cls, sinks: jax.Array, features: int) -> Running:
+        """The state before the first block: of `sinks` [queries, 1], logits of attention sinks, or -inf for none."""
+        some = sinks > -jnp.inf
+        total = jnp.where(some, 1.0, 0.0)
+        return cls(jnp.where(some, sinks, LOWEST), total, jnp.zeros((len(sinks), features), jnp.float32))
 
     def attended(
         self,
@@ -30,6 +43,7 @@ class Running(NamedTuple):
         keys_last: bool = False,
         values_last: bool = False,
         beside: jax.Array | None = None,
+        scales: tuple[jax.Array, jax.Array] | None = None,
     ) -> Running:
         """The state after one more block.
 
@@ -42,6 +56,7 @@ class Running(NamedTuple):
             keys_last: key is [head_dim, keys].
             values_last: value is [value_dim, keys].
             beside: float32 [queries, keys], what other features add to the scores before they are scaled.
+            scales: float32 [1, keys] each, of keys and of values, where these are integers.
         """
         precision = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
 
@@ -50,19 +65,54 @@ class Running(NamedTuple):
             return jax.lax.dot_general(x, other, dims, preferred_element_type=jnp.float32, precision=precision)
 
         scores = product(query, key, 0 if keys_last else 1)
-        scores = (scores if beside is None else scores + beside) * spec.softmax_scale
+        scores = scores if beside is None else scores + beside
+        scores = scores * (spec.softmax_scale if scales is None else scales[0] * spec.softmax_scale)
         if spec.logit_softcap is not None:
             scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
         scores = jnp.where(hidden, MASKED, scores)
         largest = jnp.maximum(self.largest, scores.max(axis=1, keepdims=True))
-        shares = jnp.where(hidden, 0.0, jnp.exp(scores - largest))
+        shares = jnp.exp(scores - largest)
         kept = jnp.exp(self.largest - largest)
+        weights = shares if scales is None else shares * scales[1]
         return Running(
             largest,
             self.total * kept + shares.sum(axis=1, keepdims=True),
-            self.mixed * kept + product(shares.astype(value.dtype), value, 1 if values_last else 0),
+            self.mixed * kept + product(weights.astype(value.dtype), value, 1 if values_last else 0),
         )
 
     def result(self) -> jax.Array:
         """[queries, value_dim] in float32; zeros of queries that see nothing."""
         return self.mixed / jnp.where(self.total == 0.0, 1.0, self.total)
+
+
+class KeptRunning:
+    """The states of several heads in VMEM, from one step of a grid to the next: largest and total [heads, queries,
+    128], of which all lanes are equal, and mixed [heads, queries, value_dim]."""
+
+    def __init__(self, largest: Any, total: Any, mixed: Any) -> None:
+        self.largest, self.total, self.mixed = largest, total, mixed
+
+    @staticmethod
+    def scratch(heads: int, queries: int, features: int) -> list[Any]:
+        """The memory of the three."""
+        return [pltpu.VMEM((heads, queries, size), jnp.float32) for size in (LANES, LANES, features)]
+
+    def start(self, sinks: Any = None) -> None:
+        """Begin, with logits of attention sinks [heads, queries, 1], or -inf for none."""
+        heads, queries, features = self.mixed.shape
+        for head in range(heads):
+            none = jnp.full((queries, 1), -jnp.inf, jnp.float32)
+            self.store(head, Running.start(none if sinks is None else sinks[head], features))
+
+    def load(self, head: int, first: int = 0, count: int | None = None) -> Running:
+        """The state of a head's queries, or of `count` of them from `first` on."""
+        at = pl.ds(first, self.mixed.shape[1] if count is None else count)
+        return Running(self.largest[head, at, :1], self.total[head, at, :1], self.mixed[head, at, :])
+
+    def store(self, head: int, state: Running, first: int = 0) -> None:
+        """Keep the state of a head's queries from `first` on."""
+        count = len(state.mixed)
+        at = pl.ds(first, count)
+        self.largest[head, at, :] = jnp.broadcast_to(state.largest, (count, LANES))
+        self.total[head, at, :] = jnp.broadcast_to(state.total, (count, LANES))
+        self.mixed[head, at, :] = state.mixed

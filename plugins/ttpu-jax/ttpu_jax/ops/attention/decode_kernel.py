@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blocks import LANES, device_kind
-from ttpu_jax.ops.attention.blockwise import Running
+from ttpu_jax.ops.attention.blockwise import KeptRunning
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import MASKED
 
@@ -54,7 +54,7 @@ def attended_rows(
     block = block_slots(slots, heads * max(dim, value_dim) * key.dtype.itemsize)
     blocks = slots // block
     rows = query.astype(key.dtype)
-    logits = jnp.full((heads, group, 1), MASKED, jnp.float32)
+    logits = jnp.full((heads, group, 1), -jnp.inf, jnp.float32)
     if sinks is not None:
         logits = sinks.astype(jnp.float32)[..., None]
     first, last = seen_blocks(visible, blocks)
@@ -79,9 +79,7 @@ def attended_rows(
     if not interpret and device_kind(AttentionContext(mesh=None)) in STAYS_IN_HBM:
         key, value = (pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (key, value))
     mixed: jax.Array = pl.pallas_call(
-        partial(
-            _kernel, spec=spec, blocks=blocks, sinks=sinks is not None, keys_last=keys_last, values_last=values_last
-        ),
+        partial(_kernel, spec=spec, blocks=blocks, keys_last=keys_last, values_last=values_last),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch, blocks),
@@ -93,11 +91,7 @@ def attended_rows(
                 pl.BlockSpec(logits.shape, lambda row, number, *_: (0, 0, 0)),
             ],
             out_specs=pl.BlockSpec((1, heads, group, value_dim), lambda row, number, *_: (row, 0, 0, 0)),
-            scratch_shapes=[
-                pltpu.VMEM((heads, group, LANES), jnp.float32),
-                pltpu.VMEM((heads, group, LANES), jnp.float32),
-                pltpu.VMEM((heads, group, value_dim), jnp.float32),
-            ],
+            scratch_shapes=KeptRunning.scratch(heads, group, value_dim),
         ),
         out_shape=jax.ShapeDtypeStruct((batch, heads, group, value_dim), query.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -136,39 +130,27 @@ def _kernel(
     bias: Any,
     logits: Any,
     mixed: Any,
-    largest: Any,
-    total: Any,
-    summed: Any,
-    *,
+    *state: Any,
     spec: AttentionSpec,
     blocks: int,
-    sinks: bool,
     keys_last: bool,
     values_last: bool,
 ) -> None:
-    """One block of keys of one row. The softmax over the blocks is kept as the largest score so far, the sum of
-    exponentials less it [heads, queries, 128], of which all lanes are equal, and the sum of values times them."""
+    """One block of keys of one row."""
     row, number = pl.program_id(0), pl.program_id(1)
-    heads = key.shape[1]
+    heads, kept = key.shape[1], KeptRunning(*state)
 
     @pl.when(number == 0)
     def _() -> None:
-        largest[...] = jnp.broadcast_to(logits[...], largest.shape)
-        total[...] = jnp.full(total.shape, 1.0 if sinks else 0.0, jnp.float32)
-        summed[...] = jnp.zeros(summed.shape, jnp.float32)
+        kept.start(logits)
 
     @pl.when((number >= first[row]) & (number <= last[row]))
     def _() -> None:
         for head in range(heads):
-            state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
             block = query[0, head], key[0, head], value[0, head], bias[0] < 0
-            state = state.attended(*block, spec, keys_last=keys_last, values_last=values_last)
-            largest[head] = jnp.broadcast_to(state.largest, largest.shape[1:])
-            total[head] = jnp.broadcast_to(state.total, total.shape[1:])
-            summed[head] = state.mixed
+            kept.store(head, kept.load(head).attended(*block, spec, keys_last=keys_last, values_last=values_last))
 
     @pl.when(number == blocks - 1)
     def _() -> None:
         for head in range(heads):
-            state = Running(largest[head, :, :1], total[head, :, :1], summed[head])
-            mixed[0, head] = state.result().astype(mixed.dtype)
+            mixed[0, head] = kept.load(head).result().astype(mixed.dtype)

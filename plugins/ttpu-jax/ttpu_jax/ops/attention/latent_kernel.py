@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
-from ttpu_jax.ops.attention.blocks import LANES, device_kind
-from ttpu_jax.ops.attention.blockwise import Running
+from ttpu_jax.ops.attention.blocks import device_kind
+from ttpu_jax.ops.attention.blockwise import KeptRunning
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.decode_kernel import STAYS_IN_HBM, block_slots, seen_blocks
 from ttpu_jax.ops.attention.reference import MASKED
@@ -72,11 +72,7 @@ def attended_latents(
                 pl.BlockSpec((1, 1, block), lambda row, number, *ends: (row, 0, seen(row, number, *ends))),
             ],
             out_specs=of_row(heads, rank),
-            scratch_shapes=[
-                pltpu.VMEM((heads, LANES), jnp.float32),
-                pltpu.VMEM((heads, LANES), jnp.float32),
-                pltpu.VMEM((heads, rank), jnp.float32),
-            ],
+            scratch_shapes=KeptRunning.scratch(1, heads, rank),
         ),
         out_shape=jax.ShapeDtypeStruct((batch, heads, rank), latent.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -100,26 +96,19 @@ def _kernel(
     rope_key: Any,
     bias: Any,
     mixed: Any,
-    largest: Any,
-    total: Any,
-    summed: Any,
-    *,
+    *state: Any,
     spec: AttentionSpec,
     blocks: int,
 ) -> None:
-    """One block of latents of one row, read once as keys and values. The state is that of
-    `ttpu_jax.ops.attention.decode_kernel`."""
-    row, number = pl.program_id(0), pl.program_id(1)
+    """One block of latents of one row, read once as keys and values."""
+    row, number, kept = pl.program_id(0), pl.program_id(1), KeptRunning(*state)
 
     @pl.when(number == 0)
     def _() -> None:
-        largest[...] = jnp.full(largest.shape, MASKED, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
-        summed[...] = jnp.zeros(summed.shape, jnp.float32)
+        kept.start()
 
     @pl.when((number >= first[row]) & (number <= last[row]))
     def _() -> None:
-        state = Running(largest[:, :1], total[:, :1], summed[...])
         precision = jax.lax.Precision.HIGHEST if rope_key.dtype == jnp.float32 else None
         beside = jax.lax.dot_general(
             turned[0],
@@ -128,11 +117,8 @@ def _kernel(
             preferred_element_type=jnp.float32,
             precision=precision,
         )
-        state = state.attended(query[0], latent[0], latent[0], bias[0] < 0, spec, beside=beside)
-        largest[...] = jnp.broadcast_to(state.largest, largest.shape)
-        total[...] = jnp.broadcast_to(state.total, total.shape)
-        summed[...] = state.mixed
+        kept.store(0, kept.load(0).attended(query[0], latent[0], latent[0], bias[0] < 0, spec, beside=beside))
 
     @pl.when(number == blocks - 1)
     def _() -> None:
-        mixed[0] = Running(largest[:, :1], total[:, :1], summed[...]).result().astype(mixed.dtype)
+        mixed[0] = kept.load(0).result().astype(mixed.dtype)

@@ -1,7 +1,7 @@
 """Attention over keys and values in pages, for flat batches of sequences that each advance by a different number of
 tokens."""
 
-from ttpu_jax.ops.paged_attention.api import paged_attention, serves, serves_decode
+from ttpu_jax.ops.paged_attention.api import paged_attention, serves, serves_own
 from ttpu_jax.ops.paged_attention.batch import NULL_PAGE, PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import empty_pages, page_bytes
 from ttpu_jax.ops.paged_attention.write import write, write_pairs
@@ -14,7 +14,7 @@ __all__ = [
     "page_bytes",
     "paged_attention",
     "serves",
-    "serves_decode",
+    "serves_own",
     "write",
     "write_pairs",
 ]

@@ -13,7 +13,7 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import alibi
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.paged_attention import decode_limits, kernel
+from ttpu_jax.ops.paged_attention import kernel, limits
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import is_paired
 from ttpu_jax.ops.paged_attention.pieces import unserved_batch
@@ -28,7 +28,7 @@ def paged_attention(
     *,
     sinks: jax.Array | None = None,
     context: AttentionContext,
-    decode: bool = True,
+    own: bool = True,
 ) -> jax.Array:
     """Causal attention of a flat batch over its sequences' pages. The pages already hold this step's keys and
     values.
@@ -41,20 +41,18 @@ def paged_attention(
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         context: the mesh, the axes that shard KV heads, the platform.
-        decode: use our kernels in steps in which each sequence has one query or a few, and in steps that the other
-            kernel does not serve; False leaves these to the other kernel or the reference.
+        own: use our kernels for pages that are not quantized; False leaves these to JAX's kernel or the reference.
 
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; those of padding tokens may be no
             numbers.
     """
     kept = kv.pages.dtype
-    why = serves(spec, context.platform, kept, value_in_key=kv.value_in_key)
     small = unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
-    use_kernel = why is None and small
-    own = decode and small and serves_decode(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
-    few = own and decode_limits.unserved_step(spec, batch, len(query)) is None
-    kind = device_kind(context) if use_kernel or own else ""
+    ours = own and small and serves_own(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    other = small and serves(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    few = ours and limits.unserved_step(spec, batch, len(query)) is None
+    kind = device_kind(context) if ours or other else ""
 
     def attend(
         query: jax.Array, kv: PagedKV, batch: RaggedBatch, sinks: jax.Array | None, slopes: jax.Array | None
@@ -63,18 +61,18 @@ def paged_attention(
             from ttpu_jax.ops.paged_attention import decode_kernel
 
             return decode_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
-        if use_kernel and is_paired(kv):
-            from ttpu_jax.ops.paged_attention import int8_kernel
-
-            return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
-        if use_kernel:
-            mixed = kernel.attend(query, kv, batch, spec, kind)
-            # Which leaves padding uninitialised. Layers make zeros of it in steps of several queries.
-            return mixed if batch.max_queries > 1 else jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
-        if own:
+        if ours:
             from ttpu_jax.ops.paged_attention import prompt_kernel
 
             return prompt_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
+        if other and is_paired(kv):
+            from ttpu_jax.ops.paged_attention import int8_kernel
+
+            return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
+        if other:
+            mixed = kernel.attend(query, kv, batch, spec, kind)
+            # Which leaves padding uninitialised. Layers make zeros of it in steps of several queries.
+            return mixed if batch.max_queries > 1 else jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
         return reference(query, kv, batch, spec, sinks=sinks, slopes=slopes, platform=context.platform)
 
     if context.mesh is None:
@@ -96,14 +94,13 @@ def paged_attention(
 
 
 def serves(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
-    """Why the TPU kernels for any step do not serve a layer whose pages have this `dtype`, or None. The reference
-    computes layers that they do not serve."""
+    """Why neither JAX's TPU kernel nor those for int8 pages serve a layer whose pages have this `dtype`, or None."""
     return kernel.unserved(spec, platform, dtype, value_in_key)
 
 
-def serves_decode(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
-    """Why our TPU kernel for steps of one query or a few of each sequence does not serve a layer whose pages have this
-    `dtype`, or None. What serves other steps computes layers that it does not serve."""
+def serves_own(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
+    """Why our TPU kernels do not serve a layer whose pages have this `dtype`, or None: one for steps of one query or a
+    few of each sequence, one for other steps."""
     if platform != "tpu":
-        return "it is a kernel for TPUs"
-    return decode_limits.unserved(spec, dtype, value_in_key)
+        return "they are kernels for TPUs"
+    return limits.unserved(spec, dtype, value_in_key)

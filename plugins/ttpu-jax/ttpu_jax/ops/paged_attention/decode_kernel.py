@@ -4,7 +4,6 @@ those of the next sequence too, while the other is computed."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blockwise import Running
-from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.layout import parts_of
+from ttpu_jax.ops.paged_attention.layout import parts_of, widened
 from ttpu_jax.ops.paged_attention.page_rows import rows_of_latents, separated
-from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
+from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
 BLOCK_BYTES, BLOCK_TOKENS = 2**20, 1024
@@ -53,17 +51,16 @@ def attend(
         sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
         interpret: run the kernel in the interpreter.
     """
-    tokens, heads, group, dim = query.shape
-    width = kv.pages.shape[3] * parts_of(kv, max(dim, spec.value_dim))
+    tokens, heads, group, _ = query.shape
     pieces = pieces_of(spec, batch, kv.group)
-    queries = jnp.pad(query.astype(kv.pages.dtype), ((0, 0), (0, 0), (0, 0), (0, width - dim)))
+    queries = _widened(query, kv, spec)
     most, sequences = batch.max_queries, len(pieces.lengths)
     run = partial(_attend, kv=kv, pieces=pieces, spec=spec, kind=kind, sinks=sinks, group=group, interpret=interpret)
     if most == 1:  # token i is the only one of piece i
         return run(queries)[..., : spec.value_dim].astype(query.dtype)
     place = jnp.minimum(pieces.starts[:-1, None] + jnp.arange(most), tokens - 1)
-    rows = queries[place].swapaxes(1, 2).reshape(sequences, heads, most * group, width)
-    mixed = run(rows).reshape(sequences, heads, most, group, width).swapaxes(1, 2)
+    rows = queries[place].swapaxes(1, 2).reshape(sequences, heads, most * group, -1)
+    mixed = run(rows).reshape(sequences, heads, most, group, -1).swapaxes(1, 2)
     owner = jnp.clip(batch.rows, 0, sequences - 1)
     mixed = mixed[owner, jnp.clip(jnp.arange(tokens) - pieces.starts[owner], 0, most - 1)]
     real = (batch.positions >= 0)[:, None, None, None]
@@ -73,43 +70,41 @@ def attend(
 def attend_singles(
     query: jax.Array,
     kv: PagedKV,
-    batch: RaggedBatch,
+    pieces: Pieces,
     spec: AttentionSpec,
     kind: str,
     *,
     sinks: jax.Array | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of one device's queries of those sequences that have one, in any step. Returns [sequences, kv_heads,
-    q_per_kv, value_dim] in the query's dtype, of these sequences and then zeros, and the token of each, int32
-    [sequences], or the number of tokens.
+) -> jax.Array:
+    """Attention of one device's queries of those pieces that have one, in any step. The result is [tokens, kv_heads,
+    q_per_kv, value_dim] in the query's dtype, with zeros for the tokens of other pieces.
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
         kv: combined pages.
-        batch: the flat batch.
+        pieces: of the batch.
         spec: the layer's attention.
         kind: the device kind.
         sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
         interpret: run the kernel in the interpreter.
     """
-    tokens, sequences = len(query), len(batch.kv_lens)
-    single = jnp.diff(batch.query_starts) == 1
-    order = jnp.argsort(jnp.logical_not(single), stable=True).astype(jnp.int32)
-    number = single.sum(dtype=jnp.int32)
-    alone = replace(
-        batch,
-        query_starts=jnp.minimum(jnp.arange(sequences + 1, dtype=jnp.int32), number),
-        kv_lens=jnp.where(single, batch.kv_lens, 0)[order],
-        num_sequences=number[None],
-        tables=tuple(table[order] for table in batch.tables),
-        positions=jnp.where(jnp.arange(sequences) < number, 0, -1),
-        max_queries=1,
-    )
-    token = jnp.where(single, batch.query_starts[:-1], tokens)[order]
-    # Of flat rows, which a TPU gathers without another layout of all queries.
-    first = query.reshape(tokens, -1)[jnp.minimum(token, tokens - 1)].reshape(sequences, *query.shape[1:])
-    return attend(first, kv, alone, spec, kind, sinks=sinks, interpret=interpret), token
+    tokens, heads, group, dim = query.shape
+    singles, token = singles_of(pieces, tokens)
+    # Head by head, as prompts' queries are read: a TPU would copy all of them to gather tokens.
+    flat, first = query.transpose(1, 2, 0, 3).reshape(-1, dim), jnp.arange(heads * group)[:, None] * tokens
+    rows = flat[first + jnp.minimum(token, tokens - 1)].reshape(heads, group, -1, dim).transpose(2, 0, 1, 3)
+    found = _attend(
+        _widened(rows, kv, spec), kv=kv, pieces=singles, spec=spec, kind=kind, sinks=sinks, group=group,
+        interpret=interpret,
+    )  # fmt: skip
+    return placed(found[..., : spec.value_dim].astype(query.dtype), token, tokens)
+
+
+def _widened(query: jax.Array, kv: PagedKV, spec: AttentionSpec) -> jax.Array:
+    """Queries [..., head_dim] as the pages have them: in their dtype and as wide."""
+    width = kv.pages.shape[3] * parts_of(kv, max(query.shape[-1], spec.value_dim))
+    return widened(query.astype(kv.pages.dtype), width)
 
 
 def _attend(
@@ -260,17 +255,7 @@ def _kernel(
                 for head, state in enumerate(carry)
             )
 
-        start = []
-        for head in range(heads):
-            logits = sinks[head]
-            some = logits > -jnp.inf
-            start.append(
-                Running(
-                    jnp.where(some, logits, MASKED),
-                    jnp.where(some, 1.0, 0.0),
-                    jnp.zeros((rows, width), jnp.float32),
-                )
-            )
+        start = [Running.start(sinks[head], width) for head in range(heads)]
         for head, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
             out[index - begin, head] = state.result().astype(out.dtype)
 

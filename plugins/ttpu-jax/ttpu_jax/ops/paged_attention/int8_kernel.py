@@ -10,7 +10,8 @@ separated and converted."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -24,7 +25,9 @@ from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
-from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
+from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
+from ttpu_jax.ops.paged_attention.prompt_kernel import BlockKeys, attend_blocks
+from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks
 
 FEW = 4  # blocks of this part of a whole one are computed for short sequences
 DIGIT = 128  # an integer of at most 127 * 128 is 128 * high + low, both in int8
@@ -72,109 +75,76 @@ def attend(
     logits = jnp.full((2 * pairs, group), -jnp.inf, jnp.float32)
     if sinks is not None:
         logits = logits.at[:heads].set(sinks.astype(jnp.float32))
-    run = partial(_attend, kv=kv, pieces=pieces, spec=spec, blocks=blocks, sinks=logits, interpret=interpret)
+    run = partial(_attend_single, kv=kv, spec=spec, blocks=blocks, sinks=logits, interpret=interpret)
     if batch.max_queries == 1 and tokens == len(pieces.lengths):  # token i is the only one of piece i
-        mixed = run(queries, order=pieces.starts)
-        return mixed[:, :heads, :, : spec.value_dim]  # padding has zeros already
-    counts = jnp.diff(pieces.starts)
-    ends = pieces.starts[None, 1:]
-    piece = jnp.minimum((jnp.arange(tokens)[:, None] >= ends).sum(-1, dtype=jnp.int32), len(counts) - 1)
-    order = jnp.argsort(counts != 1, stable=True).astype(jnp.int32)
-    mixed = run(queries[jnp.minimum(pieces.starts[order], tokens - 1)], order=order)[jnp.argsort(order)[piece]]
+        return run(queries, pieces)[:, :heads, :, : spec.value_dim]  # padding has zeros already
+    singles, token = singles_of(pieces, tokens)
+    mixed = placed(run(queries[jnp.minimum(token, tokens - 1)], singles), token, tokens)
     if batch.max_queries > 1:
-        mixed = jnp.where((counts[piece] == 1)[:, None, None, None], mixed, run(queries, order=None))
-    mixed = mixed[:, :heads, :, : spec.value_dim]
-    return jnp.where((batch.positions >= 0)[:, None, None, None], mixed, 0)
+        mixed += attend_blocks(
+            queries, (kv.pages, kv.scales), partial(_read, pairs=pairs, dtype=queries.dtype), pieces, spec,
+            QueryBlocks.of(kind, tokens, blocks.block_queries), blocks.block_pages, values=halves * LANES,
+            sinks=logits, interpret=interpret, name="int8_paged_prompt_attention",
+        )  # fmt: skip
+    return mixed[:, :heads, :, : spec.value_dim]
 
 
-def _attend(
+def _attend_single(
     queries: jax.Array,
+    pieces: Pieces,
     *,
     kv: PagedKV,
-    pieces: Pieces,
     spec: AttentionSpec,
     blocks: Int8Blocks,
     sinks: jax.Array,
     interpret: bool,
-    order: jax.Array | None,
 ) -> jax.Array:
-    """Attention of pieces with one query, which are first in `order`: queries [pieces, kv_heads, q_per_kv, width] in
-    that order. Or, without an order, of pieces with several: queries [tokens, ...]. The result has the queries' shape;
-    rows of other pieces are arbitrary but finite."""
+    """Attention of pieces with one query each, queries [pieces, kv_heads, q_per_kv, width]; the result has their
+    shape, with zeros for absent pieces."""
     assert kv.scales is not None
     rows, heads, group, width = queries.shape
     pairs, page_size = heads // 2, kv.pages.shape[1]
-    counts = jnp.diff(pieces.starts)
-    page_block = blocks.block_pages if order is None else blocks.single_pages
-    scratch = [
-        pltpu.VMEM((2, page_block, *kv.pages.shape[1:]), jnp.int8),
-        pltpu.VMEM((2, page_block, *kv.scales.shape[1:]), jnp.float32),
-        pltpu.SemaphoreType.DMA((2,)),
-    ]
-    operands: list[jax.Array]
-    scalars: tuple[jax.Array, ...]
-    if order is not None:
-        scalars = (order, (counts == 1).sum(dtype=jnp.int32)[None], pieces.lengths, pieces.table)
-        block = blocks.single_queries
-        x, sinks = queries.reshape(rows, pairs, 2 * group, width), sinks.reshape(pairs, 2 * group, 1)
-        more = -2 * group % SUBLANES
-        x = jnp.pad(x, ((0, -rows % block), (0, 0), (0, more), (0, 0)))
-        operands = [x, jnp.pad(sinks, ((0, 0), (0, more), (0, 0)), constant_values=-jnp.inf)]
-        of_queries = pl.BlockSpec((block, *x.shape[1:]), lambda i, *_: (i, 0, 0, 0))
-        of_sinks = pl.BlockSpec(operands[1].shape, lambda i, *_: (0, 0, 0))
-        body = partial(_single, group=group, digits=blocks.digits)
-        steps = len(x) // block
-        scratch.append(pltpu.SMEM((1,), jnp.int32))
-    else:
-        block = blocks.block_queries
-        more = -rows % block
-        x = jnp.pad(queries, ((0, more), (0, 0), (0, 0), (0, 0))).swapaxes(0, 1).reshape(heads, -1, width)
-        steps = (rows + more) // block
-        begin = jnp.arange(steps, dtype=jnp.int32) * block
-        several = jnp.where(counts > 1, counts, 0)
-        first = (pieces.starts[None, 1:] <= begin[:, None]).sum(-1, dtype=jnp.int32)
-        last = (pieces.starts[None, :-1] < begin[:, None] + block).sum(-1, dtype=jnp.int32)
-        last = jnp.minimum(last, pieces.number[0])
-        scalars = (jnp.stack([first, last]), pieces.starts, several, pieces.lengths, pieces.table)
-        wide = jnp.broadcast_to(sinks[:, None], (heads, block, group)).reshape(heads, block * group, 1)
-        operands = [x, wide]
-        of_queries = pl.BlockSpec((heads, block * group, width), lambda i, *_: (0, i, 0))
-        of_sinks = pl.BlockSpec((heads, block * group, 1), lambda i, *_: (0, 0, 0))
-        body = partial(_several, group=group)
-        state = (heads, block * group, LANES)
-        scratch += [pltpu.VMEM(state, jnp.float32), pltpu.VMEM(state, jnp.float32)]
-        scratch.append(pltpu.VMEM((heads, block * group, width), jnp.float32))
-    call = pl.pallas_call(
-        partial(body, spec=spec, page_size=page_size),
-        out_shape=jax.ShapeDtypeStruct(operands[0].shape, queries.dtype),
+    block = blocks.single_queries
+    more = -2 * group % SUBLANES
+    x = queries.reshape(rows, pairs, 2 * group, width)
+    x = jnp.pad(x, ((0, -rows % block), (0, 0), (0, more), (0, 0)))
+    logits = jnp.pad(sinks.reshape(pairs, 2 * group, 1), ((0, 0), (0, more), (0, 0)), constant_values=-jnp.inf)
+    of_queries = pl.BlockSpec((block, *x.shape[1:]), lambda i, *_: (i, 0, 0, 0))
+    mixed: jax.Array = pl.pallas_call(
+        partial(_single, group=group, digits=blocks.digits, spec=spec, page_size=page_size),
+        out_shape=jax.ShapeDtypeStruct(x.shape, queries.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(steps,),
-            in_specs=[of_queries, of_sinks, pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pl.ANY)],
+            num_scalar_prefetch=3,
+            grid=(len(x) // block,),
+            in_specs=[
+                of_queries,
+                pl.BlockSpec(logits.shape, lambda i, *_: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
             out_specs=of_queries,
-            scratch_shapes=scratch,
+            scratch_shapes=[
+                pltpu.VMEM((2, blocks.single_pages, *kv.pages.shape[1:]), jnp.int8),
+                pltpu.VMEM((2, blocks.single_pages, *kv.scales.shape[1:]), jnp.float32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=_cost(queries, kv, pieces, spec, single=order is not None),
+        cost_estimate=_cost(queries, kv, pieces, spec),
         interpret=interpret,
-        name="int8_paged_attention_block" if order is None else "int8_paged_attention_single",
-    )
-    mixed = call(*scalars, *operands, kv.pages, kv.scales)
-    if order is not None:
-        return mixed[:rows, :, : 2 * group].reshape(queries.shape)
-    return mixed.reshape(heads, -1, group, width).swapaxes(0, 1)[:rows]
+        name="int8_paged_attention_single",
+    )(pieces.number, pieces.lengths, pieces.table, x, logits, kv.pages, kv.scales)
+    return mixed[:rows, :, : 2 * group].reshape(queries.shape)
 
 
-def _cost(
-    queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec, *, single: bool
-) -> pl.CostEstimate:
-    """What a kernel has to do where each piece has as many tokens as its row of the table has room for, or all of them
-    as many as there are pages. Lengths are not known while a program is compiled."""
+def _cost(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
+    """What the kernel has to do where each piece has as many tokens as its row of the table has room for, or all of
+    them as many as there are pages. Lengths are not known while a program is compiled."""
     assert kv.scales is not None
-    rows, heads, group, _ = queries.shape
-    room = pieces.table.shape[1]
-    pages = min(len(pieces.lengths) * room, len(kv.pages))
-    pairs = (pages if single else rows * room) * kv.pages.shape[1]
+    _, heads, group, _ = queries.shape
+    pages = min(pieces.table.size, len(kv.pages))
+    pairs = pages * kv.pages.shape[1]
     page_bytes = (kv.pages.nbytes + kv.scales.nbytes) // len(kv.pages)
     return pl.CostEstimate(
         flops=int(attention_flops(heads * group, spec, pairs)),
@@ -200,7 +170,6 @@ def _scales(buffer: Any, pair: int, count: int) -> list[jax.Array]:
 
 
 def _single(
-    order: Any,
     number: Any,
     lengths: Any,
     table: Any,
@@ -228,17 +197,17 @@ def _single(
     begin = pl.program_id(0) * count
 
     def used_pages(index: Any) -> Any:
-        return pl.cdiv(lengths[order[index]], page_size)
+        return pl.cdiv(lengths[index], page_size)
 
     @pl.when((begin == 0) & (number[0] > 0))
     def copy_first() -> None:
         slots[0] = 0
-        copies.start(order[0], 0, used_pages(0), 0)
+        copies.start(0, 0, used_pages(0), 0)
 
     out[...] = jnp.zeros(out.shape, out.dtype)
 
     def piece(index: Any, _: None) -> None:
-        length, used = lengths[order[index]], used_pages(index)
+        length, used = lengths[index], used_pages(index)
         blocks = pl.cdiv(length, keys)
         wide = queries[index - begin].astype(jnp.float32) * spec.softmax_scale
         operands = [_Rows(wide[pair], digits) for pair in range(pairs)]
@@ -249,7 +218,7 @@ def _single(
 
             @pl.when(then < number[0])
             def copy_next() -> None:
-                copies.start(order[then], jnp.where(later, number_of_block + 1, 0), used_pages(then), 1 - slot)
+                copies.start(then, jnp.where(later, number_of_block + 1, 0), used_pages(then), 1 - slot)
 
             copies.wait(number_of_block, used, slot)
             slots[0] = 1 - slot
@@ -343,119 +312,36 @@ class _Rows:
         return (DIGIT * high.astype(jnp.float32) + low.astype(jnp.float32)) * self.step
 
 
-def _several(
-    span: Any,
-    starts: Any,
-    counts: Any,
-    lengths: Any,
-    table: Any,
-    queries: Any,
-    sinks: Any,
-    pages: Any,
-    scales: Any,
-    out: Any,
-    buffer: Any,
-    scale_buffer: Any,
-    ready: Any,
-    highest_of: Any,
-    total_of: Any,
-    mixed_of: Any,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-    group: int,
-) -> None:
-    """A block of queries of pieces that have several; `counts` is 0 for the others. queries and out [kv_heads, block *
-    q_per_kv, width], sinks [kv_heads, block * q_per_kv, 1]."""
-    heads, rows, width = queries.shape
-    pairs, halves, keys, block = heads // 2, width // LANES, buffer.shape[1] * page_size, rows // group
-    copies = PageCopies((pages, scales), (buffer, scale_buffer), ready, table)
-    step = pl.program_id(0)
-    begin = step * block
-    some = sinks[...] > -jnp.inf
-    highest_of[...] = jnp.broadcast_to(jnp.where(some, sinks[...], MASKED), highest_of.shape)
-    total_of[...] = jnp.broadcast_to(jnp.where(some, 1.0, 0.0), total_of.shape)
-    mixed_of[...] = jnp.zeros(mixed_of.shape, jnp.float32)
-    token = begin + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) // group
-    place = jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+def _read(buffers: Sequence[Any], left: Any, *, pairs: int, dtype: Any) -> Callable[[int], BlockKeys]:
+    """The `Reader` of paired pages and their scales: keys and values are converted to `dtype`."""
+    found, scales = buffers
+    _, page_size, rows, _ = found.shape
+    halves = rows // (PAIR * pairs)
     # Column 4 * token + entry of a page's scales → column `token` of row `entry`.
     column = jax.lax.broadcasted_iota(jnp.int32, (8, PAIR * page_size), 1)
     own_entry = (column & (PAIR - 1)) == jax.lax.broadcasted_iota(jnp.int32, column.shape, 0)
     source = jax.lax.broadcasted_iota(jnp.int32, (PAIR * page_size, page_size), 0) // PAIR
     separate = (source == jax.lax.broadcasted_iota(jnp.int32, source.shape, 1)).astype(jnp.bfloat16)
 
-    def separated(slot: Any, pair: int, left: Any) -> jax.Array:
-        """[8, keys]: the scales of a pair's keys and values in its first four rows, of the `left` tokens there are."""
+    @cache
+    def of_pair(pair: int) -> tuple[list[jax.Array], jax.Array]:
+        """The words of a pair's rows, and the scales of its keys and values, [8, keys], in the first four rows."""
         parts = []
-        for page, each in enumerate(_scales(scale_buffer.at[slot], pair, page_size * PAIR // LANES)):
+        for page, each in enumerate(_scales(scales, pair, page_size * PAIR // LANES)):
             mine = own_entry & (column < PAIR * (left - page * page_size))
             one_entry = jnp.where(mine, each, 0.0).astype(jnp.bfloat16)  # which holds scales exactly, see `layout`
             over = (((1,), (0,)), ((), ()))
             parts.append(jax.lax.dot_general(one_entry, separate, over, preferred_element_type=jnp.float32))
-        return jnp.concatenate(parts, axis=1)
+        words = [_words(found, half * pairs + pair, pairs * halves, jnp.int32) for half in range(halves)]
+        return words, jnp.concatenate(parts, axis=1)
 
-    def piece(index: Any, _: None) -> None:
-        start, count, length = starts[index], counts[index], lengths[index]
-        end = start + count
-        ahead = length - end  # a token's number in the batch → its position
-        final = jnp.minimum(end, begin + block) + ahead
-        oldest = jnp.maximum(start, begin) + ahead - (0 if spec.window is None else spec.window - 1)
-        first = 0 if spec.window is None else jnp.maximum(oldest, 0) // keys
-        last = jnp.where(count > 0, pl.cdiv(final, keys), 0)
-        used = pl.cdiv(final, page_size)
-        position = jnp.where((token >= start) & (token < end), token + ahead, -1)
+    def read(head: int) -> BlockKeys:
+        words, of_entries = of_pair(head // 2)
+        entry = 2 * (head % 2)
+        key, value = (jnp.concatenate([_entry(word, entry + i, dtype) for word in words], axis=1) for i in range(2))
+        return BlockKeys(key, value, (of_entries[entry : entry + 1], of_entries[entry + 1 : entry + 2]))
 
-        @pl.when(first < last)
-        def begin_copies() -> None:
-            copies.start(index, first, used, 0)
-
-        def attend_block(number: Any, slot: Any) -> Any:
-            @pl.when(number + 1 < last)
-            def copy_next() -> None:
-                copies.start(index, number + 1, used, 1 - slot)
-
-            copies.wait(number, used, slot)
-            key_position = number * keys + place
-            visible = key_position <= position
-            if spec.window is not None:
-                visible = visible & (key_position > position - spec.window)
-            for pair in range(pairs):
-                of_pair = separated(slot, pair, length - number * keys)
-                words = [
-                    _words(buffer.at[slot], half * pairs + pair, pairs * halves, jnp.int32) for half in range(halves)
-                ]
-                for second in range(2):
-                    update(2 * pair + second, words, 2 * second, of_pair, visible)
-            return 1 - slot
-
-        jax.lax.fori_loop(first, last, attend_block, 0)
-
-    def update(head: int, words: list[jax.Array], entry: int, of_pair: jax.Array, visible: jax.Array) -> None:
-        dtype = queries.dtype
-        scores = jnp.zeros((rows, keys), jnp.float32)
-        for half, word in enumerate(words):
-            x = queries[head, :, half * LANES : (half + 1) * LANES]
-            key = _entry(word, entry, dtype)
-            scores += jax.lax.dot_general(x, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        scores = _capped(scores * (of_pair[entry : entry + 1] * spec.softmax_scale), spec)
-        scores = jnp.where(visible, scores, MASKED)
-        before = highest_of[head][:, :1]
-        now = jnp.maximum(before, scores.max(1, keepdims=True))
-        weights = jnp.where(visible, jnp.exp(scores - now), 0.0)
-        keep = jnp.exp(before - now)
-        total_of[head] = total_of[head] * keep + weights.sum(1, keepdims=True)
-        highest_of[head] = jnp.broadcast_to(now, highest_of.shape[1:])
-        scaled = (weights * of_pair[entry + 1 : entry + 2]).astype(dtype)
-        for half, word in enumerate(words):
-            lanes = slice(half * LANES, (half + 1) * LANES)
-            value = _entry(word, entry + 1, dtype)
-            more = jax.lax.dot_general(scaled, value, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            mixed_of[head, :, lanes] = mixed_of[head, :, lanes] * keep + more
-
-    jax.lax.fori_loop(span[0, step], span[1, step], piece, None)
-    for head in range(heads):
-        total = total_of[head][:, :1]
-        out[head] = (mixed_of[head] / jnp.where(total == 0, 1.0, total)).astype(out.dtype)
+    return read
 
 
 def _entry(words: jax.Array, entry: int, dtype: Any) -> jax.Array:

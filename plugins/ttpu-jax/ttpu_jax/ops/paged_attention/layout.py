@@ -157,6 +157,19 @@ def rows_of_pairs(kv: PagedKV, pairs: jax.Array) -> jax.Array:
     return _stored(kv, _beside(kv, widened(pairs, kv.pages.shape[-1] * parts), parts))
 
 
+def takes_heads(kv: PagedKV) -> bool:
+    """Whether the kernel that writes pages puts keys and values into the order of their rows itself."""
+    return bool(kv.combined) and kv.pages.dtype in (jnp.bfloat16, jnp.float32) and not kv.value_in_key
+
+
+def heads_of(kv: PagedKV, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [kv_heads, tokens, features] as that kernel takes them, of key [tokens, kv_heads, dim] and value
+    [tokens, kv_heads, value_dim]."""
+    width = kv.pages.shape[-1] * parts_of(kv, max(key.shape[-1], value.shape[-1]))
+    turned = [widened(each, width).astype(kv.pages.dtype).swapaxes(0, 1) for each in (key, value)]
+    return turned[0], turned[1]
+
+
 def _beside(kv: PagedKV, planes: jax.Array, parts: int) -> jax.Array:
     """The rows [tokens, rows, width] of combined pages for planes [tokens, kv_heads, 1 or 2, width * parts]: keys, and
     values beside them."""
@@ -255,15 +268,16 @@ def _shape(
     planes, heads = 1 if value_in_key else 2, spec.num_kv_heads
     if combined:
         width = -(-width // LANES) * LANES
+        logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # rows of one head are not shared
         if dtype == np.int8 and planes == 2:
             halves = width // LANES
             rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)
-            return (num_pages, page_size, rows, LANES), (None, None, axes.KV_HEADS, None)
+            return (num_pages, page_size, rows, LANES), logical
         if planes == 2:
             parts = width // LANES if width in SPLIT and dtype.itemsize > 1 else 1
             heads = parts * combined * padded_heads(heads // combined, dtype, parts)
             width //= parts
-        return (num_pages, page_size, heads * planes, width), (None, None, axes.KV_HEADS, None)
+        return (num_pages, page_size, heads * planes, width), logical
     return (num_pages, planes, heads, page_size, width), (None, None, axes.KV_HEADS, None, None)
 
 
@@ -276,7 +290,7 @@ def _scales(
         halves = -(-max(spec.head_dim, spec.value_dim) // LANES)
         width = math.gcd(shape[1] * PAIR, LANES)
         rows = shape[2] // halves // PAIR * (shape[1] * PAIR // width)
-        return (shape[0], rows, width), (None, axes.KV_HEADS, None)
+        return (shape[0], rows, width), (None, logical[2], None)
     if len(shape) == 4:
         return (shape[0], shape[2], shape[1]), (logical[0], logical[2], logical[1])
     return shape[:-1], logical[:-1]

@@ -63,6 +63,30 @@ def pieces_of(spec: AttentionSpec, batch: RaggedBatch, group: int) -> Pieces:
     return Pieces(lengths, relocated, total, (queries > 0).sum(dtype=jnp.int32)[None])
 
 
+def singles_of(pieces: Pieces, tokens: int) -> tuple[Pieces, jax.Array]:
+    """The pieces of one query, before places for as many absent ones as there are others, and the token of each in the
+    batch, int32 [pieces], which is `tokens` for absent ones."""
+    single = jnp.diff(pieces.starts) == 1
+    order = jnp.argsort(jnp.logical_not(single), stable=True).astype(jnp.int32)
+    number = single.sum(dtype=jnp.int32)
+    starts = jnp.minimum(jnp.arange(len(order) + 1, dtype=jnp.int32), number)
+    lengths = jnp.where(single, pieces.lengths, 0)[order]
+    token = jnp.where(single, pieces.starts[:-1], tokens)[order]
+    return Pieces(lengths, pieces.table[order], starts, number[None]), token
+
+
+def placed(found: jax.Array, token: jax.Array, tokens: int) -> jax.Array:
+    """The rows [tokens, ...] that are `found` [pieces, ...] at `token` [pieces], and zeros elsewhere. It is a product,
+    since a TPU gathers so many rows slowly. A number that is not finite makes NaN of its own row alone."""
+    rows = found.reshape(len(found), -1)
+    finite = jnp.isfinite(rows)
+    here = (jnp.arange(tokens)[:, None] == token).astype(rows.dtype)
+    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    mixed = jnp.matmul(here, jnp.where(finite, rows, 0), precision=precision)
+    lost = jnp.logical_not(finite.all(1)).astype(rows.dtype)
+    return jnp.where((here @ lost)[:, None] > 0, jnp.nan, mixed).reshape(tokens, *found.shape[1:])
+
+
 def _table_shape(spec: AttentionSpec, batch: RaggedBatch, group: int) -> tuple[int, int]:
     """Sequences and pages per sequence of the table that `pieces_of` makes."""
     sequences, width = batch.tables[group].shape

@@ -1,10 +1,12 @@
 """Attention of steps in which sequences have many queries, to pages on one TPU, as a Pallas kernel. A step of its grid
-computes a block of queries, and reads the pages that these see once."""
+computes a block of queries, and copies the pages that these see. What reads keys and values out of them depends on how
+pages hold these: `attend` has that of pages in 16 or 32 bits, `int8_kernel` another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +15,39 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
-from ttpu_jax.ops.attention.blockwise import Running
-from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.attention.blockwise import KeptRunning
 from ttpu_jax.ops.paged_attention import decode_kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.layout import LANES, parts_of
+from ttpu_jax.ops.paged_attention.layout import LANES, parts_of, widened
 from ttpu_jax.ops.paged_attention.page_rows import rows_of_latents, separated
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
 from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks, scalars_of, walk
 
 BLOCK_ROWS = 512
 """The most rows of a block of queries for each KV head: tokens times the query heads that share it."""
-BLOCK_KEYS = 512
-"""The most tokens of a block of pages."""
-VMEM_BYTES = 12 * 2**20
+BLOCK_KEYS, WINDOW_KEYS = 1024, 512
+"""The most tokens of a block of pages, and of one where a window is shorter than the first."""
+VMEM_BYTES = 13 * 2**20
 """What `_block_sizes` lets a step take, of the 16 MiB that a kernel has unless it asks for more."""
+INTERLEAVED = 256
+"""Rows that are computed together. The compiler multiplies for some of them while it takes exponentials of others."""
 TILE = 16
-"""Rows of a tile of bfloat16: the rows of a block of queries are a multiple of them."""
+"""Rows of a tile of bfloat16: blocks of queries have a multiple of as many tokens."""
+
+
+class BlockKeys(NamedTuple):
+    """One head's keys [keys, width] and values [keys, values] of a block of pages. The scales of integers are float32
+    [1, keys] each, of keys and of values; None for floats."""
+
+    key: jax.Array
+    value: jax.Array
+    scales: tuple[jax.Array, jax.Array] | None = None
+
+
+Reader = Callable[[Sequence[Any], Any], Callable[[int], BlockKeys]]
+"""Takes references of a block of pages, and the number of its tokens that are there; the keys and values of others must
+be finite. Returns what gives a head's keys and values."""
 
 
 def attend(
@@ -55,107 +72,121 @@ def attend(
         sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
         interpret: run the kernels in the interpreter.
     """
-    tokens, heads, group, _ = query.shape
-    single = partial(decode_kernel.attend_singles, query, kv, batch, spec, kind, sinks=sinks, interpret=interpret)
-    most = BLOCK_ROWS // TILE
-    parts = [slice(first, first + most) for first in range(0, group, most)]
-    mixed = [
-        _attend(query[:, :, part], kv, batch, spec, kind, None if sinks is None else sinks[:, part], interpret)
-        for part in parts
-    ]
-    rows = jnp.concatenate([part.reshape(tokens, heads, -1) for part in mixed], axis=2).reshape(tokens, -1)
-    return (rows + _placed(*single(), tokens)).reshape(tokens, heads, group, -1)
-
-
-def _placed(found: jax.Array, token: jax.Array, tokens: int) -> jax.Array:
-    """The rows [tokens, features] that have `found` [sequences, ...] at `token` [sequences] and zeros elsewhere, as a
-    product, which is much faster than to gather as many rows. A number that is not finite makes NaN of its own row
-    alone."""
-    found = found.reshape(len(found), -1)
-    finite = jnp.isfinite(found)
-    here = (jnp.arange(tokens)[:, None] == token).astype(found.dtype)
-    precision = jax.lax.Precision.HIGHEST if found.dtype == jnp.float32 else None
-    rows = jnp.matmul(here, jnp.where(finite, found, 0), precision=precision)
-    lost = jnp.logical_not(finite.all(1)).astype(found.dtype)
-    return jnp.where((here @ lost)[:, None] > 0, jnp.nan, rows)
-
-
-def _attend(
-    query: jax.Array,
-    kv: PagedKV,
-    batch: RaggedBatch,
-    spec: AttentionSpec,
-    kind: str,
-    sinks: jax.Array | None,
-    interpret: bool,
-) -> jax.Array:
-    """The same for sequences of several queries: [tokens, kv_heads, q_per_kv * value_dim], with zeros for the tokens of
-    other sequences."""
     tokens, heads, group, dim = query.shape
+    pieces = pieces_of(spec, batch, kv.group)
+    alone = decode_kernel.attend_singles(query, kv, pieces, spec, kind, sinks=sinks, interpret=interpret)
     pages, page_size = kv.pages, kv.pages.shape[1]
     width = pages.shape[3] * parts_of(kv, max(dim, spec.value_dim))
     if kv.value_in_key:
         pages = pages.reshape(len(pages), page_size, width)
     values = -(-spec.value_dim // LANES) * LANES if kv.value_in_key else width
-    pieces = pieces_of(spec, batch, kv.group)
-    page_block, size = _block_sizes(kv, pieces.table.shape[1], heads, group, width, values, tokens)
-    blocks = QueryBlocks.of(kind, tokens, size)
-    several = jnp.diff(batch.query_starts) > 1
-    owner = jnp.clip(batch.rows[jnp.minimum(pieces.starts[:-1], tokens - 1)], 0, len(several) - 1)
-    wanted = (jnp.diff(pieces.starts) > 0) & several[owner]
-    scalars = scalars_of(blocks, pieces, wanted, spec.window, page_size, page_block)
+    x = widened(query.astype(pages.dtype), width)
+    mixed = []
+    for first in range(0, group, BLOCK_ROWS // TILE):  # of more heads a block of 16 tokens would not fit
+        members = slice(first, min(group, first + BLOCK_ROWS // TILE))
+        shape = (heads, members.stop - first, width)
+        page_block, size = _block_sizes(kv, spec, pieces.table.shape[1], shape, values, tokens)
+        part = attend_blocks(
+            x[:, :, members], (pages,), partial(_read, padded=pages[0, 0].size // (2 * width), values=values), pieces,
+            spec, QueryBlocks.of(kind, tokens, size), page_block, values=values,
+            sinks=None if sinks is None else sinks[:, members], interpret=interpret, name="paged_prompt_attention",
+        )  # fmt: skip
+        mixed.append(part[..., : spec.value_dim].astype(query.dtype))
+    return alone + (mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2))
 
-    padding = ((0, blocks.padding), (0, 0), (0, 0), (0, width - dim))
-    x = jnp.pad(query.astype(pages.dtype), padding).reshape(-1, heads * group * width)
-    logits = jnp.full((heads, group), -jnp.inf, jnp.float32)
-    if sinks is not None:
-        logits = sinks.astype(jnp.float32)
+
+def _read(pages: Sequence[Any], left: Any, *, padded: int, values: int) -> Callable[[int], BlockKeys]:
+    """The `Reader` of pages without scales, with places for `padded` KV heads."""
+    (found,) = pages
+
+    def read(head: int) -> BlockKeys:
+        if len(found.shape) == 4:
+            return BlockKeys(*separated(found, head, padded, left))
+        key = rows_of_latents(found, left)
+        return BlockKeys(key, key[:, :values])
+
+    return read
+
+
+def attend_blocks(
+    query: jax.Array,
+    sources: tuple[jax.Array, ...],
+    reader: Reader,
+    pieces: Pieces,
+    spec: AttentionSpec,
+    blocks: QueryBlocks,
+    page_block: int,
+    *,
+    values: int,
+    sinks: jax.Array | None,
+    interpret: bool,
+    name: str,
+) -> jax.Array:
+    """Attention of the queries of pieces that have several: [tokens, heads, q_per_kv, values] in the query's dtype,
+    with zeros for the tokens of other pieces.
+
+    Args:
+        query: [tokens, heads, q_per_kv, width], as wide as keys are read.
+        sources: pages, and what else is kept by pages, [pages, page_size or other, ...] each.
+        reader: reads keys and values out of a block of them.
+        pieces: of the batch.
+        spec: scale, softcap, window.
+        blocks: the batch in blocks of queries.
+        page_block: pages of a block of keys.
+        values: features of values, as they are read: a multiple of 128.
+        sinks: [heads, q_per_kv] logits of attention sinks, or None.
+        interpret: run the kernel in the interpreter.
+        name: of the kernel.
+    """
+    tokens, heads, group, width = query.shape
+    page_size, size = sources[0].shape[1], blocks.size
+    scalars = scalars_of(blocks, pieces, jnp.diff(pieces.starts) > 1, spec.window, page_size, page_block)
+    # Rings (`ttpu_jax.ops.matmul.rings`) lay tokens within heads, and results are multiplied as rows of all heads.
+    x = jnp.pad(query.transpose(1, 2, 0, 3).reshape(-1, tokens, width), ((0, 0), (0, blocks.padding), (0, 0)))
+    if not interpret:  # XLA would copy small pools to VMEM
+        sources = tuple(pltpu.with_memory_space_constraint(source, pltpu.HBM) for source in sources)
+    logits = jnp.full((heads, group), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     logits = jnp.repeat(logits, size, axis=1)[..., None]
 
-    def of_queries(features: int) -> pl.BlockSpec:
-        return pl.BlockSpec((size, heads * group * features), lambda core, turn, *_: (blocks.number(core, turn), 0))
-
-    state = pltpu.VMEM((heads, group * size, LANES), jnp.float32)
     mixed: jax.Array = pl.pallas_call(
-        partial(_kernel, blocks=blocks, spec=spec, page_size=page_size, padded=pages[0, 0].size // (2 * width)),
-        out_shape=jax.ShapeDtypeStruct((len(x), heads * group * values), query.dtype),
+        partial(_kernel, reader=reader, blocks=blocks, spec=spec, page_size=page_size, kept_by_pages=len(sources)),
+        out_shape=jax.ShapeDtypeStruct((x.shape[1], heads * group * values), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=blocks.grid,
             in_specs=[
-                of_queries(width),
+                pl.BlockSpec((len(x), size, width), lambda core, turn, *_: (0, blocks.number(core, turn), 0)),
                 pl.BlockSpec(logits.shape, lambda *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
+                *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in sources],
             ],
-            out_specs=of_queries(values),
+            out_specs=pl.BlockSpec((size, len(x) * values), lambda core, turn, *_: (blocks.number(core, turn), 0)),
             scratch_shapes=[
-                pltpu.VMEM((2, page_block, *pages.shape[1:]), pages.dtype),
+                *[pltpu.VMEM((2, page_block, *source.shape[1:]), source.dtype) for source in sources],
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
-                state,
-                state,
-                pltpu.VMEM((heads, group * size, values), jnp.float32),
+                *KeptRunning.scratch(heads, group * size, values),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
         ),
-        cost_estimate=_cost(query, kv, pieces, spec, blocks),
+        cost_estimate=_cost(query, sources, pieces, spec, blocks),
         interpret=interpret,
-        name="paged_prompt_attention",
-    )(*scalars, x, logits, pages)
-    if values == spec.value_dim:
-        return mixed[:tokens].reshape(tokens, heads, -1)
-    return mixed[:tokens].reshape(tokens, heads, group, values)[..., : spec.value_dim].reshape(tokens, heads, -1)
+        name=name,
+    )(*scalars, x, logits, *sources)
+    return mixed[:tokens].reshape(tokens, heads, group, values)
 
 
 def _block_sizes(
-    kv: PagedKV, pages: int, heads: int, group: int, width: int, values: int, tokens: int
+    kv: PagedKV, spec: AttentionSpec, pages: int, shape: tuple[int, int, int], values: int, tokens: int
 ) -> tuple[int, int]:
-    """Pages of a block of keys, of a table of `pages` columns, and tokens of a block of queries, of `tokens`."""
+    """Pages of a block of keys, of a table of `pages` columns, and tokens of a block of queries, of `tokens`, where
+    each token's queries have the `shape` (kv_heads, q_per_kv, width)."""
+    heads, group, width = shape
     page_size, item = kv.pages.shape[1], kv.pages.dtype.itemsize
     page_bytes = kv.pages.nbytes // len(kv.pages)
-    page_block = max(1, min(pages, BLOCK_KEYS // page_size))
+    keys = BLOCK_KEYS if spec.window is None or spec.window >= BLOCK_KEYS else WINDOW_KEYS
+    page_block = max(1, min(pages, keys // page_size))
     size = max(1, BLOCK_ROWS // group // TILE) * TILE
     size = min(size, -(-tokens // TILE) * TILE)
 
@@ -163,7 +194,10 @@ def _block_sizes(
         keys, rows = page_block * page_size, size * group
         state = heads * rows * (values + 2 * LANES) * 4
         blocks = 2 * heads * rows * (width + values) * item  # two of queries, two of results
-        return 2 * page_block * page_bytes + state + blocks + rows * keys * (8 + item) + keys * width * (8 + 2 * item)
+        split = 6 if item == 4 else 0  # a product of float32 is one of three parts in bfloat16
+        scores = min(rows, 2 * INTERLEAVED) * keys * (8 + item + split)
+        separate = keys * width * (split + (item if kv.value_in_key else 8 + 2 * item))
+        return 2 * page_block * page_bytes + state + blocks + scores + separate
 
     while taken() > VMEM_BYTES and (size > TILE or page_block > 1):
         if size > TILE and (size * group >= page_block * page_size or page_block == 1):
@@ -174,18 +208,17 @@ def _block_sizes(
 
 
 def _cost(
-    query: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec, blocks: QueryBlocks
+    query: jax.Array, sources: Sequence[jax.Array], pieces: Pieces, spec: AttentionSpec, blocks: QueryBlocks
 ) -> pl.CostEstimate:
     """What the kernel has to do where all sequences are equally long, and have as many tokens as their rows of the
     table, or all pages, have room for. Lengths are not known while a program is compiled."""
-    tokens, heads, group, dim = query.shape
-    pages = min(pieces.table.size, len(kv.pages)) // len(pieces.lengths)
-    pairs = tokens * pages * kv.pages.shape[1]
-    steps = blocks.cores * blocks.turns
-    moved = query.size // dim * (dim + spec.value_dim) * query.dtype.itemsize
+    tokens, heads, group, _ = query.shape
+    pages = min(pieces.table.size, len(sources[0])) // len(pieces.lengths)
+    pairs = tokens * pages * sources[0].shape[1]
+    page_bytes = sum(source.nbytes // len(source) for source in sources)
     return pl.CostEstimate(
         flops=int(attention_flops(heads * group, spec, pairs)),
-        bytes_accessed=steps * pages * (kv.pages.nbytes // len(kv.pages)) + moved,
+        bytes_accessed=blocks.cores * blocks.turns * pages * page_bytes + 2 * query.nbytes,
         transcendentals=heads * group * pairs,
     )
 
@@ -197,51 +230,37 @@ def _kernel(
     table: Any,
     queries: Any,
     sinks: Any,
-    pages: Any,
-    out: Any,
-    buffer: Any,
-    ready: Any,
-    slots: Any,
-    largest: Any,
-    total: Any,
-    mixed: Any,
-    *,
+    *others: Any,
+    reader: Reader,
     blocks: QueryBlocks,
     spec: AttentionSpec,
     page_size: int,
-    padded: int,
+    kept_by_pages: int,
 ) -> None:
-    """A block of queries. queries [size, kv_heads * q_per_kv * width], out [size, kv_heads * q_per_kv * values], sinks
-    [kv_heads, q_per_kv * size, 1]."""
-    heads, rows, values = mixed.shape
-    group, width = rows // blocks.size, queries.shape[1] * blocks.size // (heads * rows)
-    some = sinks[...] > -jnp.inf
-    largest[...] = jnp.broadcast_to(jnp.where(some, sinks[...], MASKED), largest.shape)
-    total[...] = jnp.broadcast_to(jnp.where(some, 1.0, 0.0), total.shape)
-    mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
-
-    def state_of(head: int) -> Running:
-        return Running(largest[head][:, :1], total[head][:, :1], mixed[head])
+    """A block of queries. queries [heads * q_per_kv, size, width], sinks [heads, q_per_kv * size, 1]; then the sources
+    in HBM, out [size, heads * q_per_kv * values], two buffers for each source, semaphores, the next buffer, the state.
+    """
+    sources, (out, *others) = others[:kept_by_pages], others[kept_by_pages:]  # type: ignore[assignment]
+    buffers, (ready, slots, *state) = others[:kept_by_pages], others[kept_by_pages:]
+    kept = KeptRunning(*state)
+    heads, rows, values = kept.mixed.shape
+    group, width = rows // blocks.size, queries.shape[2]
+    kept.start(sinks)
 
     def attend(slot: Any, left: Any, visible: jax.Array) -> None:
-        found, hidden = buffer.at[slot], jnp.logical_not(visible)
+        read, hidden = reader([buffer.at[slot] for buffer in buffers], left), jnp.logical_not(visible)
         for head in range(heads):
-            if len(found.shape) == 3:
-                key = rows_of_latents(found, left)
-                value = key[:, :values]
-            else:
-                key, value = separated(found, head, padded, left)
-            members = range(head * group, (head + 1) * group)
-            query = jnp.concatenate([queries[:, place * width : (place + 1) * width] for place in members])
-            after = state_of(head).attended(query, key, value, hidden, spec)
-            largest[head] = jnp.broadcast_to(after.largest, largest.shape[1:])
-            total[head] = jnp.broadcast_to(after.total, total.shape[1:])
-            mixed[head] = after.mixed
+            key, value, scales = read(head)
+            query = queries[head * group : (head + 1) * group].reshape(rows, width)
+            for first in range(0, rows, INTERLEAVED):
+                part = slice(first, min(rows, first + INTERLEAVED))
+                before = kept.load(head, first, part.stop - first)
+                kept.store(head, before.attended(query[part], key, value, hidden[part], spec, scales=scales), first)
 
-    copies = PageCopies((pages,), (buffer,), ready, table)
+    copies = PageCopies(sources, buffers, ready, table)
     walk(blocks, (spans, parts, pieces, table), copies, slots, spec.window, page_size, group, attend)
     for head in range(heads):
-        found = state_of(head).result().astype(out.dtype)
+        found = kept.load(head).result().astype(out.dtype)
         for member in range(group):
             place = head * group + member
             out[:, place * values : (place + 1) * values] = found[member * blocks.size : (member + 1) * blocks.size]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
-from ttpu_jax.ops.paged_attention.layout import is_paired, page_size_of, rows_of, rows_of_pairs
+from ttpu_jax.ops.paged_attention.layout import heads_of, is_paired, page_size_of, rows_of, rows_of_pairs, takes_heads
 
 
 def write(
@@ -42,10 +42,14 @@ def write(
     if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
         assert context is not None
         return _by_int8_kernel(kv, key, value, batch, context)
-    rows, scales = rows_of(kv, key, value)
-    if on_tpu and kv.scales is None and value is not None and by_kernel:
+    by_kernel = by_kernel and on_tpu and kv.scales is None
+    if by_kernel and value is not None and heads_outside and takes_heads(kv):
         assert context is not None
-        return replace(kv, pages=_by_kernel(kv, rows, batch, context, heads_outside))
+        return replace(kv, pages=_by_kernel(kv, heads_of(kv, key, value), batch, context))
+    rows, scales = rows_of(kv, key, value)
+    if by_kernel and value is not None:
+        assert context is not None
+        return replace(kv, pages=_by_kernel(kv, (rows,), batch, context))
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
     page, offset = slots // size, slots % size
@@ -73,7 +77,9 @@ def write_pairs(
         context: the mesh and the axes that shard KV heads.
         heads_outside: pairs are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
     """
-    return replace(kv, pages=_by_kernel(kv, rows_of_pairs(kv, pairs), batch, context, heads_outside))
+    if heads_outside and takes_heads(kv):
+        return replace(kv, pages=_by_kernel(kv, heads_of(kv, pairs[:, :, 0], pairs[:, :, 1]), batch, context))
+    return replace(kv, pages=_by_kernel(kv, (rows_of_pairs(kv, pairs),), batch, context))
 
 
 def _whole_rows(kv: PagedKV) -> bool:
@@ -82,33 +88,28 @@ def _whole_rows(kv: PagedKV) -> bool:
 
 
 def _by_kernel(
-    kv: PagedKV, rows: jax.Array, batch: RaggedBatch, context: AttentionContext, heads_outside: bool
+    kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, context: AttentionContext
 ) -> jax.Array:
-    """The pages with rows [tokens, rows, width] in the tokens' slots."""
+    """The pages with what is new in the tokens' slots: rows [tokens, rows, width], or keys and values [kv_heads,
+    tokens, features]."""
     from ttpu_jax.ops.paged_attention import page_write
 
     single = batch.max_queries == 1
-
-    def run(pages: jax.Array, rows: jax.Array, *arguments: jax.Array) -> jax.Array:
-        if heads_outside:
-            # Keys and values are copied to the kernel's order together, and not each before. (A copy between arrays of
-            # four and three dimensions is predicted to take half as long.)
-            rows = with_layout_constraint(rows[:, None], Layout((1, 2, 0, 3)))[:, 0]
-        return page_write.write_rows(pages, rows, *arguments, single=single)
-
+    run = partial(page_write.write_rows if len(new) == 1 else page_write.write_heads, single=single)
     if context.mesh is not None:
         heads = context.head_axes or None
         of_pages, whole = PartitionSpec(None, None, heads), PartitionSpec()
+        of_new = PartitionSpec(None, heads) if len(new) == 1 else PartitionSpec(heads)
         run = jax.shard_map(  # the compiler cannot shard the kernel
             run,
             mesh=context.mesh,
-            in_specs=(of_pages, PartitionSpec(None, heads), whole, whole, whole),
+            in_specs=(of_pages, *[of_new for _ in new], whole, whole, whole),
             out_specs=of_pages,
             check_vma=False,
         )
     slots = batch.slots[kv.group]
     owners = slots if single else batch.rows  # in the former case nobody reads them
-    written: jax.Array = run(kv.pages, rows, slots, owners, batch.query_starts)
+    written: jax.Array = run(kv.pages, *new, slots, owners, batch.query_starts)
     return written
 
 

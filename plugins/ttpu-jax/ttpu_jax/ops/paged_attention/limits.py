@@ -1,5 +1,5 @@
-"""What `ttpu_jax.ops.paged_attention.decode_kernel` serves; asked without importing Pallas, which takes a tenth of a
-second."""
+"""What our kernels for pages that are not quantized serve (`decode_kernel`, `prompt_kernel`); asked without importing
+Pallas, which takes a tenth of a second."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ttpu_jax.ops.paged_attention.batch import RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import LANES, SPLIT
 
 MOST_QUERIES = 16
-"""Of one sequence; blocks of more are left to other kernels."""
+"""Of one sequence, in steps that the decode kernel takes."""
 
 
 def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str | None:
-    """Why the kernel does not serve a layer whose pages have this `dtype`, or None."""
+    """Why the kernels do not serve a layer whose pages have this `dtype`, or None."""
     if spec.alibi is not None:
-        return "it has no ALiBi"
+        return "they have no ALiBi"
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
     if width > LANES and width not in SPLIT and not value_in_key:
         return f"pages of heads of {width} features are not split into parts of {LANES}"
     if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
-        return f"it does not read {np.dtype(dtype).name}"
+        return f"they do not read {np.dtype(dtype).name}"
     return None
 
 
 def unserved_step(spec: AttentionSpec, batch: RaggedBatch, tokens: int) -> str | None:
-    """Why the kernel does not serve a step of a layer that it serves, or None."""
+    """Why the decode kernel does not serve a step of a layer that it serves, or None: the other one then does."""
     if batch.max_queries > MOST_QUERIES or tokens != len(batch.kv_lens) * batch.max_queries:
         return f"it takes at most {MOST_QUERIES} queries of each sequence, and steps with room for as many of each"
     if batch.max_queries > 1 and spec.chunk is not None:
