@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PEAKS, DOCS = ROOT / "plugins/ttpu-plan/tests/plan_peaks.json", ROOT / "docs/planner.md"
-COMPILED = ("published", "unseen", "shortened", "served", "older")
-DOCUMENTED = ("served", "published", "unseen", "shortened")
+COMPILED = ("published", "unseen", "shortened", "missed", "served")
+DOCUMENTED = ("served", "published", "unseen", "shortened", "missed")
 
 
 def peak_of(row: dict[str, Any]) -> int:

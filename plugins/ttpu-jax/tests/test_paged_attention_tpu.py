@@ -179,8 +179,10 @@ def test_without_them_jaxs_kernel_or_the_reference_computes_steps() -> None:
     assert number_of_kernels(compiled("v5e:2x4", GEMMA, DECODE, kernels=False)) == 0
 
 
-def test_jaxs_kernel_serves_pages_in_float8() -> None:
-    assert "ragged_paged_attention_kernel" in least_times(compiled("v5e:2x4", LLAMA, MIXED, "float8_e4m3fn"))
+@pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5e:2x4", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1"])
+def test_pages_in_float8_have_our_kernels_on_every_generation(topology_name: str) -> None:
+    program = compiled(topology_name, GEMMA, MIXED, "float8_e4m3fn")
+    assert number_of_kernels(program) == 2 and not program.estimate.loops_without_trip_count
 
 
 def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:

@@ -60,10 +60,15 @@ CASES = {
 }
 
 
+def kind_of(dtype: Any) -> Any:
+    """The dtype of queries to pages of this dtype."""
+    return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+
+
 def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
     """The kernel's result and the reference's."""
     query, keys, values, sinks = rounded_numbers(case, spec)
-    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
+    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, kind_of(dtype))
     kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
     assert limits.unserved_step(spec, case.batch, case.tokens) is None
     run = jax.jit(
@@ -71,7 +76,7 @@ def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str 
     )
     found = run(x, poisoned(kv, case), case.batch)
     wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
-    assert found.dtype == wanted.dtype == dtype
+    assert found.dtype == wanted.dtype == x.dtype
     return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
 
 
@@ -106,6 +111,14 @@ def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
     assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("name", ["groups of query heads", "three heads of 256", "heads of 512, narrower values", "sinks"])
+def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
+    """Four rows of keys and values are then one register."""
+    spec, case = CASES[name]
+    found, wanted = both(spec, case, jnp.float8_e4m3fn)
+    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
+
+
 def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None:
     spec, case = AttentionSpec(4, 2, 256), step()
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
@@ -138,9 +151,10 @@ def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None
         (WIDE, "bfloat16", False, None),
         (WIDE, "float32", False, None),
         (WIDE, "int8", False, "do not read int8"),
-        (WIDE, "float8_e4m3fn", False, "do not read float8_e4m3fn"),
+        (WIDE, "float8_e4m3fn", False, None),
+        (WIDE, "float16", False, "do not read float16"),
         (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, None),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "do not read int8"),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "latents of 8 bits"),
         (AttentionSpec(16, 1, 384), "bfloat16", False, "heads of 384 features"),
         (replace(GQA, alibi=AlibiSpec()), "bfloat16", False, "ALiBi"),
     ],

@@ -56,15 +56,20 @@ CASES = {
 }
 
 
+def kind_of(dtype: Any) -> Any:
+    """The dtype of queries to pages of this dtype."""
+    return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+
+
 def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
     """The kernels' result and the reference's."""
     query, keys, values, sinks = rounded_numbers(case, spec)
-    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, dtype)
+    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, kind_of(dtype))
     kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
     run = jax.jit(lambda x, kv, batch: prompt_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True))
     found = run(x, poisoned(kv, case), case.batch)
     wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
-    assert found.dtype == wanted.dtype == dtype
+    assert found.dtype == wanted.dtype == x.dtype
     return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
 
 
@@ -108,6 +113,14 @@ def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
     assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize("name", ["groups of query heads", "three heads of 256", "heads of 512, narrower values", "sinks"])
+def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
+    """Four rows of keys and values are then one register."""
+    spec, case = CASES[name]
+    found, wanted = both(spec, case, jnp.float8_e4m3fn)
+    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
+
+
 def test_devices_share_wide_heads() -> None:
     spec, case = AttentionSpec(4, 2, 256), step(*PROMPTS)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
@@ -129,14 +142,30 @@ def test_devices_share_wide_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "width", "sizes"),
-    [(1, 2, 256, (8, 256)), (1, 16, 640, (8, 32)), (8, 2, 256, (2, 64)), (1, 32, 640, (8, 16))],
+    ("kind", "heads", "group", "width", "sizes"),
+    [
+        ("TPU v5 lite", 1, 2, 256, (8, 256)),
+        ("TPU v5 lite", 1, 16, 640, (8, 32)),
+        ("TPU v5 lite", 8, 2, 256, (4, 128)),
+        ("TPU v4", 8, 2, 256, (2, 64)),
+        ("TPU v4", 1, 32, 640, (8, 16)),
+    ],
 )
 def test_blocks_fit_the_memory_of_a_core(
-    heads: int, group: int, width: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    kind: str, heads: int, group: int, width: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     spec = AttentionSpec(heads * group, heads, width)
     case = ragged([64], [64], page_size=128, pages=64)
     kv = tpu_pages(case, spec, *rounded_numbers(case, spec)[1:3], jnp.bfloat16, in_key=width == 640)
-    assert prompt_kernel._block_sizes(kv, spec, 64, (heads, group, width), width, 2048) == sizes
+    *found, taken = prompt_kernel._block_sizes(kv, spec, 64, (heads, group, width), width, 2048, kind)
+    assert tuple(found) == sizes and taken <= (13 if kind == "TPU v4" else 26) * 2**20
+
+
+def test_a_window_has_smaller_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    case = ragged([64], [64], page_size=128, pages=64)
+    kv = tpu_pages(case, WIDE, *rounded_numbers(case, WIDE)[1:3], jnp.bfloat16)
+    for window, pages in ((128, 4), (1023, 4), (1024, 8), (None, 8)):
+        spec = replace(WIDE, window=window)
+        assert prompt_kernel._block_sizes(kv, spec, 64, (1, 2, 256), 256, 2048, "")[0] == pages

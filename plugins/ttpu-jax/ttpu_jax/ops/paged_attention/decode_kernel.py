@@ -18,7 +18,7 @@ from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.layout import parts_of, widened
-from ttpu_jax.ops.paged_attention.page_rows import rows_of_latents, separated
+from ttpu_jax.ops.paged_attention.page_rows import computed_dtype, rows_of_latents, separated
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
@@ -102,9 +102,9 @@ def attend_singles(
 
 
 def _widened(query: jax.Array, kv: PagedKV, spec: AttentionSpec) -> jax.Array:
-    """Queries [..., head_dim] as the pages have them: in their dtype and as wide."""
+    """Queries [..., head_dim] as they are multiplied: in the dtype of keys and as wide."""
     width = kv.pages.shape[3] * parts_of(kv, max(query.shape[-1], spec.value_dim))
-    return widened(query.astype(kv.pages.dtype), width)
+    return widened(query.astype(computed_dtype(kv.pages)), width)
 
 
 def _attend(

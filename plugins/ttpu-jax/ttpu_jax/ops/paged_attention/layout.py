@@ -30,8 +30,7 @@ from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.kernel import padded_heads
 
 SPLIT = (2 * LANES, 4 * LANES)
-"""Widths of heads whose features combined pages split, unless they are quantized; other parts would leave gaps between
-tokens."""
+"""Widths of heads whose features combined pages split; other parts would leave gaps between tokens."""
 INT8_LIMIT = 127.0
 LARGEST = 1e30  # of what stands for more, and for NaN
 SMALLEST = 1e-30  # of a token's largest feature: its scale must be a normal number
@@ -274,7 +273,7 @@ def _shape(
             rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)
             return (num_pages, page_size, rows, LANES), logical
         if planes == 2:
-            parts = width // LANES if width in SPLIT and dtype.itemsize > 1 else 1
+            parts = width // LANES if width in SPLIT else 1
             heads = parts * combined * padded_heads(heads // combined, dtype, parts)
             width //= parts
         return (num_pages, page_size, heads * planes, width), logical

@@ -23,7 +23,9 @@ def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
     if width > LANES and width not in SPLIT and not value_in_key:
         return f"pages of heads of {width} features are not split into parts of {LANES}"
-    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32)):
+    if value_in_key and np.dtype(dtype).itemsize == 1:
+        return "a TPU would copy all pages of latents of 8 bits"
+    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)):
         return f"they do not read {np.dtype(dtype).name}"
     return None
 

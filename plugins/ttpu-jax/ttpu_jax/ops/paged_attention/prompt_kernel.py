@@ -20,7 +20,7 @@ from ttpu_jax.ops.paged_attention import decode_kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.layout import LANES, parts_of, widened
-from ttpu_jax.ops.paged_attention.page_rows import rows_of_latents, separated
+from ttpu_jax.ops.paged_attention.page_rows import computed_dtype, rows_of_latents, separated
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
 from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks, scalars_of, walk
 
@@ -28,8 +28,10 @@ BLOCK_ROWS = 512
 """The most rows of a block of queries for each KV head: tokens times the query heads that share it."""
 BLOCK_KEYS, WINDOW_KEYS = 1024, 512
 """The most tokens of a block of pages, and of one where a window is shorter than the first."""
-VMEM_BYTES = 13 * 2**20
-"""What `_block_sizes` lets a step take, of the 16 MiB that a kernel has unless it asks for more."""
+VMEM_BYTES = {"TPU v4": 13 * 2**20}
+MOST_VMEM, USUAL_VMEM = 26 * 2**20, 16 * 2**20
+"""What `_block_sizes` lets a step take, by `jax.Device.device_kind` and on others; and what a kernel has unless it asks
+for more."""
 INTERLEAVED = 256
 """Rows that are computed together. The compiler multiplies for some of them while it takes exponentials of others."""
 TILE = 16
@@ -80,16 +82,17 @@ def attend(
     if kv.value_in_key:
         pages = pages.reshape(len(pages), page_size, width)
     values = -(-spec.value_dim // LANES) * LANES if kv.value_in_key else width
-    x = widened(query.astype(pages.dtype), width)
+    x = widened(query.astype(computed_dtype(pages)), width)
     mixed = []
     for first in range(0, group, BLOCK_ROWS // TILE):  # of more heads a block of 16 tokens would not fit
         members = slice(first, min(group, first + BLOCK_ROWS // TILE))
         shape = (heads, members.stop - first, width)
-        page_block, size = _block_sizes(kv, spec, pieces.table.shape[1], shape, values, tokens)
+        page_block, size, taken = _block_sizes(kv, spec, pieces.table.shape[1], shape, values, tokens, kind)
         part = attend_blocks(
             x[:, :, members], (pages,), partial(_read, padded=pages[0, 0].size // (2 * width), values=values), pieces,
             spec, QueryBlocks.of(kind, tokens, size), page_block, values=values,
-            sinks=None if sinks is None else sinks[:, members], interpret=interpret, name="paged_prompt_attention",
+            sinks=None if sinks is None else sinks[:, members], vmem_bytes=max(USUAL_VMEM, taken * 5 // 4),
+            interpret=interpret, name="paged_prompt_attention",
         )  # fmt: skip
         mixed.append(part[..., : spec.value_dim].astype(query.dtype))
     return alone + (mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2))
@@ -119,6 +122,7 @@ def attend_blocks(
     *,
     values: int,
     sinks: jax.Array | None,
+    vmem_bytes: int = USUAL_VMEM,
     interpret: bool,
     name: str,
 ) -> jax.Array:
@@ -135,6 +139,7 @@ def attend_blocks(
         page_block: pages of a block of keys.
         values: features of values, as they are read: a multiple of 128.
         sinks: [heads, q_per_kv] logits of attention sinks, or None.
+        vmem_bytes: what the kernel may take of VMEM.
         interpret: run the kernel in the interpreter.
         name: of the kernel.
     """
@@ -168,7 +173,7 @@ def attend_blocks(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True, vmem_limit_bytes=vmem_bytes
         ),
         cost_estimate=_cost(query, sources, pieces, spec, blocks),
         interpret=interpret,
@@ -178,12 +183,12 @@ def attend_blocks(
 
 
 def _block_sizes(
-    kv: PagedKV, spec: AttentionSpec, pages: int, shape: tuple[int, int, int], values: int, tokens: int
-) -> tuple[int, int]:
-    """Pages of a block of keys, of a table of `pages` columns, and tokens of a block of queries, of `tokens`, where
-    each token's queries have the `shape` (kv_heads, q_per_kv, width)."""
+    kv: PagedKV, spec: AttentionSpec, pages: int, shape: tuple[int, int, int], values: int, tokens: int, kind: str
+) -> tuple[int, int, int]:
+    """Pages of a block of keys, of a table of `pages` columns, tokens of a block of queries, of `tokens`, where each
+    token's queries have the `shape` (kv_heads, q_per_kv, width), and about the bytes of VMEM that these take."""
     heads, group, width = shape
-    page_size, item = kv.pages.shape[1], kv.pages.dtype.itemsize
+    page_size, item = kv.pages.shape[1], computed_dtype(kv.pages).itemsize
     page_bytes = kv.pages.nbytes // len(kv.pages)
     keys = BLOCK_KEYS if spec.window is None or spec.window >= BLOCK_KEYS else WINDOW_KEYS
     page_block = max(1, min(pages, keys // page_size))
@@ -196,15 +201,17 @@ def _block_sizes(
         blocks = 2 * heads * rows * (width + values) * item  # two of queries, two of results
         split = 6 if item == 4 else 0  # a product of float32 is one of three parts in bfloat16
         scores = min(rows, 2 * INTERLEAVED) * keys * (8 + item + split)
-        separate = keys * width * (split + (item if kv.value_in_key else 8 + 2 * item))
+        packed = 16 if kv.pages.dtype.itemsize == 1 else 8  # rows in words of 32 bits, and as float32
+        separate = keys * width * (split + (item if kv.value_in_key else packed + 2 * item))
         return 2 * page_block * page_bytes + state + blocks + scores + separate
 
-    while taken() > VMEM_BYTES and (size > TILE or page_block > 1):
+    most = VMEM_BYTES.get(kind, MOST_VMEM)
+    while taken() > most and (size > TILE or page_block > 1):
         if size > TILE and (size * group >= page_block * page_size or page_block == 1):
             size = max(TILE, size // 2 // TILE * TILE)
         else:
             page_block = max(1, page_block // 2)
-    return page_block, size
+    return page_block, size, taken()
 
 
 def _cost(
