@@ -68,7 +68,8 @@ def filled(case: Ragged, spec: AttentionSpec, keys: Any, values: Any, placement:
 def test_the_kernels_give_what_the_plain_version_gives(
     case: Ragged, spec: AttentionSpec, digits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = {**int8_blocks._data()["default"], "single_keys": 2 * PAGE, "block_keys": PAGE, "digits": digits}
+    sizes = {"single_keys": 2 * PAGE, "block_keys": (1 + digits) * PAGE}
+    small = {**int8_blocks._data()["default"], **sizes, "digits": digits}
     monkeypatch.setattr(int8_blocks, "_data", lambda: {"default": {**small, "block_rows": 32, "single_queries": 3}})
     query, keys, values, sinks = numbers(case, spec)
     sink = jnp.asarray(sinks) if spec.sinks else None

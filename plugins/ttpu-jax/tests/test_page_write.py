@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
-from paged_cases import Ragged, ragged
+from paged_cases import Ragged, TpuPlacement, ragged
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.attention import AttentionContext
 from ttpu_jax.ops.paged_attention import empty_pages, page_write, write, write_pairs
-from ttpu_jax.params.placement import Placement
 
 PAGE = 8
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -27,15 +26,6 @@ MIXED = ragged([1, 21, 1, 8, 3], [17, 33, 8, 8, 3], page_size=PAGE, pages=8, seq
 NOTHING = ragged([], [], page_size=PAGE, pages=8, sequences=2, tokens=2, max_queries=1)
 
 
-@dataclass(frozen=True)
-class TpuPlacement(Placement):
-    """Pages as on a TPU, on this machine's devices."""
-
-    @property
-    def platform(self) -> str:
-        return "tpu"
-
-
 @pytest.mark.parametrize(
     ("case", "spec", "dtype", "devices"),
     [
@@ -44,6 +34,7 @@ class TpuPlacement(Placement):
         (MIXED, WIDE, "bfloat16", 1),
         (MIXED, EVEN, "bfloat16", 2),
         (MIXED, GQA, "float8_e4m3fn", 2),
+        (MIXED, AttentionSpec(6, 3, 256), "bfloat16", 1),
         (NOTHING, GQA, "bfloat16", 1),
     ],
 )

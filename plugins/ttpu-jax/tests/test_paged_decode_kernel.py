@@ -17,6 +17,7 @@ from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
 from ttpu_jax.ops.paged_attention import (
     api,
     decode_kernel,
+    empty_pages,
     limits,
     page_bytes,
 )
@@ -143,6 +144,15 @@ def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None
     found = np.asarray(jax.jit(run)(jnp.asarray(query), kv, case.batch))
     exact = oracle(case.counts, case.lengths, query, keys, values, spec)
     assert np.abs(found[: case.real] - exact).max() <= 1e-5
+
+
+def test_devices_that_do_not_share_the_heads_hold_all_rows() -> None:
+    """The rows of three heads, and of keys and values of one, would divide."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
+    for spec in (AttentionSpec(6, 3, 64), AttentionSpec(4, 1, 256)):
+        for dtype in (jnp.bfloat16, jnp.int8):
+            kv = empty_pages(spec, 4, 32, TpuPlacement(mesh), dtype)
+            assert all(array.sharding.is_fully_replicated for array in jax.tree.leaves(kv))
 
 
 @pytest.mark.parametrize(

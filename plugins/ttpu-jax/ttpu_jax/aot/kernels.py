@@ -24,8 +24,8 @@ _RAGGED = "ragged_paged_attention"
 
 def flops_rate(kernel: Instruction, chip: Chip) -> float:
     """The chip's FLOPs per second for a kernel's products: of bfloat16, or where a kernel that states its cost reads
-    numbers of 8 bits or fewer, which it may multiply as they are, the highest of its rates. (Those that are known by
-    name have masks of 8 bits.)"""
+    numbers of 8 bits or fewer, which it may multiply as they are, the highest of its rates. Kernels that are
+    known by name read masks of 8 bits, which they do not multiply."""
     operands = _OPERANDS.search(kernel.attributes)
     if kernel.stated_cost is None or operands is None or _NARROW.search(operands.group(1)) is None:
         return chip.bf16_flops

@@ -80,8 +80,8 @@ class PartCost:
 class Unmodelled:
     """An instruction that takes time but has no estimate of the compiler, such as a Pallas kernel. It counts as zero
     seconds in `seconds`, and with its bytes where HBM is shared. `roofline_seconds`, of one execution, is the least
-    time in which the chip makes the FLOPs at its highest rate and moves the bytes that the kernel states, or that it is
-    known to take (`ttpu_jax.aot.kernels`); None for others."""
+    time in which the chip makes the FLOPs and moves the bytes that the kernel states, or that it is known to take
+    (`ttpu_jax.aot.kernels`); None for others."""
 
     name: str
     op: str

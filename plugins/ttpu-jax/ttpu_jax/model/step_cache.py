@@ -120,8 +120,8 @@ class PagedKeys:
             query: [1, tokens, kv_heads, q_per_kv, head_dim], the tokens of all sequences one after another.
             query_positions: [1, tokens]; not read, because the batch has the positions.
             spec: the attention of the layer.
-            runtime: the placement of arrays, and the attention implementation: `eager` leaves out the kernel for steps
-                of one query or a few of each sequence.
+            runtime: the placement of arrays, and the attention implementation: `eager` leaves out our kernels
+                for pages that are not quantized.
             sinks: [kv_heads, q_per_kv], a logit per query head that takes probability and adds
                 no value; None for models without sinks.
 

@@ -1,5 +1,5 @@
-"""Softmax over blocks of keys, inside kernels of one or a few queries a row: the largest score so far, the sum of
-exponentials less it, and the sum of values times them, are kept from block to block."""
+"""Softmax over blocks of keys, inside kernels: the largest score so far, the sum of exponentials less it, and the sum
+of values times them, are kept from block to block."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Running(NamedTuple):
 
 
 class KeptRunning:
-    """The states of several heads in VMEM, from one step of a grid to the next: largest and total [heads, queries,
+    """The states of several heads in VMEM, from one block of keys to the next: largest and total [heads, queries,
     128], of which all lanes are equal, and mixed [heads, queries, value_dim]."""
 
     def __init__(self, largest: Any, total: Any, mixed: Any) -> None:

@@ -29,6 +29,7 @@ QUERY_BYTES = 2**21
 FEW = 4
 """Blocks of this part of a whole one are computed where a sequence ends."""
 
+
 def attend(
     query: jax.Array,
     kv: PagedKV,
@@ -53,7 +54,7 @@ def attend(
     """
     tokens, heads, group, _ = query.shape
     pieces = pieces_of(spec, batch, kv.group)
-    queries = _widened(query, kv, spec)
+    queries = widened_queries(query, kv, spec)
     most, sequences = batch.max_queries, len(pieces.lengths)
     run = partial(_attend, kv=kv, pieces=pieces, spec=spec, kind=kind, sinks=sinks, group=group, interpret=interpret)
     if most == 1:  # token i is the only one of piece i
@@ -95,14 +96,14 @@ def attend_singles(
     flat, first = query.transpose(1, 2, 0, 3).reshape(-1, dim), jnp.arange(heads * group)[:, None] * tokens
     rows = flat[first + jnp.minimum(token, tokens - 1)].reshape(heads, group, -1, dim).transpose(2, 0, 1, 3)
     found = _attend(
-        _widened(rows, kv, spec), kv=kv, pieces=singles, spec=spec, kind=kind, sinks=sinks, group=group,
+        widened_queries(rows, kv, spec), kv=kv, pieces=singles, spec=spec, kind=kind, sinks=sinks, group=group,
         interpret=interpret,
     )  # fmt: skip
     return placed(found[..., : spec.value_dim].astype(query.dtype), token, tokens)
 
 
-def _widened(query: jax.Array, kv: PagedKV, spec: AttentionSpec) -> jax.Array:
-    """Queries [..., head_dim] as they are multiplied: in the dtype of keys and as wide."""
+def widened_queries(query: jax.Array, kv: PagedKV, spec: AttentionSpec) -> jax.Array:
+    """query [..., head_dim] as it is multiplied: in the dtype of keys and as wide, [..., width]."""
     width = kv.pages.shape[3] * parts_of(kv, max(query.shape[-1], spec.value_dim))
     return widened(query.astype(computed_dtype(kv.pages)), width)
 

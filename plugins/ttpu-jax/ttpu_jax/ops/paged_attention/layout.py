@@ -267,7 +267,7 @@ def _shape(
     planes, heads = 1 if value_in_key else 2, spec.num_kv_heads
     if combined:
         width = -(-width // LANES) * LANES
-        logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # rows of one head are not shared
+        logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # else each device holds all rows
         if dtype == np.int8 and planes == 2:
             halves = width // LANES
             rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)

@@ -12,6 +12,9 @@ from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention.batch import RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 
+LARGE = 1e38
+"""What stands for numbers that are not finite: its square is not, and its parts in bfloat16 are."""
+BESIDE_TABLE = 8  # other numbers that kernels keep of each sequence
 TABLE_BYTES = 700 << 10  # limit of a block table in a core's scalar memory of 1 MiB, which holds other arrays too
 
 
@@ -32,7 +35,7 @@ def unserved_batch(spec: AttentionSpec, batch: RaggedBatch, group: int, *, paire
     sequences, width = _table_shape(spec, batch, group)
     if spec.chunk is not None and spec.chunk % batch.page_size:
         return "chunks must be whole pages"
-    if 4 * sequences * width > TABLE_BYTES:
+    if 4 * sequences * (width + BESIDE_TABLE) > TABLE_BYTES:
         return f"a table of {sequences} sequences of {width} pages does not fit the scalar memory: use larger pages"
     return None
 
@@ -77,14 +80,13 @@ def singles_of(pieces: Pieces, tokens: int) -> tuple[Pieces, jax.Array]:
 
 def placed(found: jax.Array, token: jax.Array, tokens: int) -> jax.Array:
     """The rows [tokens, ...] that are `found` [pieces, ...] at `token` [pieces], and zeros elsewhere. It is a product,
-    since a TPU gathers so many rows slowly. A number that is not finite makes NaN of its own row alone."""
-    rows = found.reshape(len(found), -1)
-    finite = jnp.isfinite(rows)
+    since a TPU gathers so many rows slowly. A number that is not finite becomes `LARGE`, with its sign: as it is, it
+    would make NaN of all other rows."""
+    large = min(LARGE, float(jnp.finfo(found.dtype).max))
+    rows = jnp.nan_to_num(found.reshape(len(found), -1), nan=large, posinf=large, neginf=-large)
     here = (jnp.arange(tokens)[:, None] == token).astype(rows.dtype)
-    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    mixed = jnp.matmul(here, jnp.where(finite, rows, 0), precision=precision)
-    lost = jnp.logical_not(finite.all(1)).astype(rows.dtype)
-    return jnp.where((here @ lost)[:, None] > 0, jnp.nan, mixed).reshape(tokens, *found.shape[1:])
+    precision = None if rows.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jnp.matmul(here, rows, precision=precision).reshape(tokens, *found.shape[1:])
 
 
 def _table_shape(spec: AttentionSpec, batch: RaggedBatch, group: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Attention of steps in which sequences have many queries, to pages on one TPU, as a Pallas kernel. A step of its grid
 computes a block of queries, and copies the pages that these see. What reads keys and values out of them depends on how
-pages hold these: `attend` has that of pages in 16 or 32 bits, `int8_kernel` another."""
+pages hold these: `attend` has that of pages without scales, `int8_kernel` another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ttpu_jax.ops.attention.blockwise import KeptRunning
 from ttpu_jax.ops.paged_attention import decode_kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.layout import LANES, parts_of, widened
+from ttpu_jax.ops.paged_attention.layout import LANES, parts_of
 from ttpu_jax.ops.paged_attention.page_rows import computed_dtype, rows_of_latents, separated
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
-from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks, scalars_of, walk
+from ttpu_jax.ops.paged_attention.query_blocks import KeyBlock, QueryBlocks, scalars_of, walk
 
 BLOCK_ROWS = 512
 """The most rows of a block of queries for each KV head: tokens times the query heads that share it."""
@@ -77,28 +77,30 @@ def attend(
     tokens, heads, group, dim = query.shape
     pieces = pieces_of(spec, batch, kv.group)
     alone = decode_kernel.attend_singles(query, kv, pieces, spec, kind, sinks=sinks, interpret=interpret)
+    if batch.max_queries == 1:
+        return alone
     pages, page_size = kv.pages, kv.pages.shape[1]
     width = pages.shape[3] * parts_of(kv, max(dim, spec.value_dim))
     if kv.value_in_key:
         pages = pages.reshape(len(pages), page_size, width)
-    values = -(-spec.value_dim // LANES) * LANES if kv.value_in_key else width
-    x = widened(query.astype(computed_dtype(pages)), width)
+    value_features = -(-spec.value_dim // LANES) * LANES if kv.value_in_key else width
+    x = decode_kernel.widened_queries(query, kv, spec)
+    read = partial(_read, padded=pages[0, 0].size // (2 * width), features=value_features)
     mixed = []
     for first in range(0, group, BLOCK_ROWS // TILE):  # of more heads a block of 16 tokens would not fit
         members = slice(first, min(group, first + BLOCK_ROWS // TILE))
         shape = (heads, members.stop - first, width)
-        page_block, size, taken = _block_sizes(kv, spec, pieces.table.shape[1], shape, values, tokens, kind)
+        page_block, size, taken = _block_sizes(kv, spec, pieces.table.shape[1], shape, value_features, tokens, kind)
         part = attend_blocks(
-            x[:, :, members], (pages,), partial(_read, padded=pages[0, 0].size // (2 * width), values=values), pieces,
-            spec, QueryBlocks.of(kind, tokens, size), page_block, values=values,
-            sinks=None if sinks is None else sinks[:, members], vmem_bytes=max(USUAL_VMEM, taken * 5 // 4),
-            interpret=interpret, name="paged_prompt_attention",
+            x[:, :, members], (pages,), read, pieces, spec, QueryBlocks.of(kind, tokens, size), page_block,
+            value_features=value_features, sinks=None if sinks is None else sinks[:, members],
+            vmem_bytes=max(USUAL_VMEM, taken * 5 // 4), interpret=interpret, name="paged_prompt_attention",
         )  # fmt: skip
         mixed.append(part[..., : spec.value_dim].astype(query.dtype))
     return alone + (mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2))
 
 
-def _read(pages: Sequence[Any], left: Any, *, padded: int, values: int) -> Callable[[int], BlockKeys]:
+def _read(pages: Sequence[Any], left: Any, *, padded: int, features: int) -> Callable[[int], BlockKeys]:
     """The `Reader` of pages without scales, with places for `padded` KV heads."""
     (found,) = pages
 
@@ -106,7 +108,7 @@ def _read(pages: Sequence[Any], left: Any, *, padded: int, values: int) -> Calla
         if len(found.shape) == 4:
             return BlockKeys(*separated(found, head, padded, left))
         key = rows_of_latents(found, left)
-        return BlockKeys(key, key[:, :values])
+        return BlockKeys(key, key[:, :features])
 
     return read
 
@@ -120,14 +122,14 @@ def attend_blocks(
     blocks: QueryBlocks,
     page_block: int,
     *,
-    values: int,
+    value_features: int,
     sinks: jax.Array | None,
     vmem_bytes: int = USUAL_VMEM,
     interpret: bool,
     name: str,
 ) -> jax.Array:
-    """Attention of the queries of pieces that have several: [tokens, heads, q_per_kv, values] in the query's dtype,
-    with zeros for the tokens of other pieces.
+    """Attention of the queries of pieces that have several: [tokens, heads, q_per_kv, value_features] in the query's
+    dtype, with zeros for the tokens of other pieces.
 
     Args:
         query: [tokens, heads, q_per_kv, width], as wide as keys are read.
@@ -137,7 +139,7 @@ def attend_blocks(
         spec: scale, softcap, window.
         blocks: the batch in blocks of queries.
         page_block: pages of a block of keys.
-        values: features of values, as they are read: a multiple of 128.
+        value_features: of values, as they are read: a multiple of 128.
         sinks: [heads, q_per_kv] logits of attention sinks, or None.
         vmem_bytes: what the kernel may take of VMEM.
         interpret: run the kernel in the interpreter.
@@ -155,7 +157,7 @@ def attend_blocks(
 
     mixed: jax.Array = pl.pallas_call(
         partial(_kernel, reader=reader, blocks=blocks, spec=spec, page_size=page_size, kept_by_pages=len(sources)),
-        out_shape=jax.ShapeDtypeStruct((x.shape[1], heads * group * values), query.dtype),
+        out_shape=jax.ShapeDtypeStruct((x.shape[1], heads * group * value_features), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=blocks.grid,
@@ -164,22 +166,24 @@ def attend_blocks(
                 pl.BlockSpec(logits.shape, lambda *_: (0, 0, 0)),
                 *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in sources],
             ],
-            out_specs=pl.BlockSpec((size, len(x) * values), lambda core, turn, *_: (blocks.number(core, turn), 0)),
+            out_specs=pl.BlockSpec(
+                (size, len(x) * value_features), lambda core, turn, *_: (blocks.number(core, turn), 0)
+            ),
             scratch_shapes=[
                 *[pltpu.VMEM((2, page_block, *source.shape[1:]), source.dtype) for source in sources],
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
-                *KeptRunning.scratch(heads, group * size, values),
+                *KeptRunning.scratch(heads, group * size, value_features),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True, vmem_limit_bytes=vmem_bytes
         ),
-        cost_estimate=_cost(query, sources, pieces, spec, blocks),
+        cost_estimate=_cost(query, sources, pieces, spec, blocks, page_block),
         interpret=interpret,
         name=name,
     )(*scalars, x, logits, *sources)
-    return mixed[:tokens].reshape(tokens, heads, group, values)
+    return mixed[:tokens].reshape(tokens, heads, group, value_features)
 
 
 def _block_sizes(
@@ -190,14 +194,14 @@ def _block_sizes(
     heads, group, width = shape
     page_size, item = kv.pages.shape[1], computed_dtype(kv.pages).itemsize
     page_bytes = kv.pages.nbytes // len(kv.pages)
-    keys = BLOCK_KEYS if spec.window is None or spec.window >= BLOCK_KEYS else WINDOW_KEYS
-    page_block = max(1, min(pages, keys // page_size))
+    most_keys = BLOCK_KEYS if spec.window is None or spec.window >= BLOCK_KEYS else WINDOW_KEYS
+    page_block = max(1, min(pages, most_keys // page_size))
     size = max(1, BLOCK_ROWS // group // TILE) * TILE
     size = min(size, -(-tokens // TILE) * TILE)
 
     def taken() -> int:
         keys, rows = page_block * page_size, size * group
-        state = heads * rows * (values + 2 * LANES) * 4
+        state = heads * rows * (values + 4 * LANES) * 4  # and sinks
         blocks = 2 * heads * rows * (width + values) * item  # two of queries, two of results
         split = 6 if item == 4 else 0  # a product of float32 is one of three parts in bfloat16
         scores = min(rows, 2 * INTERLEAVED) * keys * (8 + item + split)
@@ -215,18 +219,23 @@ def _block_sizes(
 
 
 def _cost(
-    query: jax.Array, sources: Sequence[jax.Array], pieces: Pieces, spec: AttentionSpec, blocks: QueryBlocks
+    query: jax.Array, sources: Sequence[jax.Array], pieces: Pieces, spec: AttentionSpec, blocks: QueryBlocks, block: int
 ) -> pl.CostEstimate:
     """What the kernel has to do where all sequences are equally long, and have as many tokens as their rows of the
-    table, or all pages, have room for. Lengths are not known while a program is compiled."""
+    table, or all pages, have room for: each block of queries reads the keys up to its own, in halves of blocks of so
+    many pages. Lengths are not known while a program is compiled."""
     tokens, heads, group, _ = query.shape
-    pages = min(pieces.table.size, len(sources[0])) // len(pieces.lengths)
-    pairs = tokens * pages * sources[0].shape[1]
+    page_size, half = sources[0].shape[1], -(-block // 2)
+    pages = max(1, min(pieces.table.size, len(sources[0])) // len(pieces.lengths))
+    seen = min(pages, pages - min(pages, tokens / page_size) / 2 + half / 2)
+    if spec.window is not None:
+        seen = min(seen, (spec.window + blocks.size) / page_size + half)
     page_bytes = sum(source.nbytes // len(source) for source in sources)
+    pairs = tokens * seen * page_size
     return pl.CostEstimate(
         flops=int(attention_flops(heads * group, spec, pairs)),
-        bytes_accessed=blocks.cores * blocks.turns * pages * page_bytes + 2 * query.nbytes,
-        transcendentals=heads * group * pairs,
+        bytes_accessed=int(blocks.cores * blocks.turns * seen * page_bytes) + 2 * query.nbytes,
+        transcendentals=int(heads * group * pairs),
     )
 
 
@@ -254,15 +263,19 @@ def _kernel(
     group, width = rows // blocks.size, queries.shape[2]
     kept.start(sinks)
 
-    def attend(slot: Any, left: Any, visible: jax.Array) -> None:
-        read, hidden = reader([buffer.at[slot] for buffer in buffers], left), jnp.logical_not(visible)
+    def attend(block: KeyBlock) -> None:
+        read = reader([buffer.at[block.slot, pl.ds(0, block.pages)] for buffer in buffers], block.left)
+        hidden = jnp.logical_not(block.visible)
         for head in range(heads):
             key, value, scales = read(head)
             query = queries[head * group : (head + 1) * group].reshape(rows, width)
             for first in range(0, rows, INTERLEAVED):
                 part = slice(first, min(rows, first + INTERLEAVED))
                 before = kept.load(head, first, part.stop - first)
-                kept.store(head, before.attended(query[part], key, value, hidden[part], spec, scales=scales), first)
+                after = before.attended(query[part], key, value, hidden[part], spec, scales=scales)
+                # A value that is not finite must stay with its sequence: times zero it is no number.
+                mixed = jnp.where(block.mine[part], after.mixed, before.mixed)
+                kept.store(head, after._replace(mixed=mixed), first)
 
     copies = PageCopies(sources, buffers, ready, table)
     walk(blocks, (spans, parts, pieces, table), copies, slots, spec.window, page_size, group, attend)

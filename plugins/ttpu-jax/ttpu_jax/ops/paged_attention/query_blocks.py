@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,14 +82,14 @@ def scalars_of(
     ends = jnp.where(present, pieces.starts[1:][order], nowhere)
     lengths = jnp.where(present, pieces.lengths[order], 0)
     ahead = lengths - ends  # a token's number in the batch → its position
-    turn = jnp.arange(blocks.cores * blocks.turns, dtype=jnp.int32)
-    begins = blocks.number(turn // blocks.turns, turn % blocks.turns) * blocks.size
+    step = jnp.arange(blocks.cores * blocks.turns, dtype=jnp.int32)
+    begins = blocks.number(step // blocks.turns, step % blocks.turns) * blocks.size
     first_piece = (ends[None] <= begins[:, None]).sum(1, dtype=jnp.int32)
     after = (starts[None] < begins[:, None] + blocks.size).sum(1, dtype=jnp.int32)
     total = jnp.cumsum(jnp.maximum(after - first_piece, 0), dtype=jnp.int32)
     spans = jnp.concatenate([jnp.zeros(1, jnp.int32), total])
-    part = jnp.arange(len(turn) + len(order), dtype=jnp.int32)
-    owner = jnp.minimum((total[None] <= part[:, None]).sum(1, dtype=jnp.int32), len(turn) - 1)
+    part = jnp.arange(len(step) + len(order), dtype=jnp.int32)
+    owner = jnp.minimum((total[None] <= part[:, None]).sum(1, dtype=jnp.int32), len(step) - 1)
     piece = jnp.clip(first_piece[owner] + part - spans[owner], 0, len(order) - 1)
     end = jnp.minimum(ends[piece], begins[owner] + blocks.size) + ahead[piece]
     first = jnp.zeros_like(piece)
@@ -99,6 +100,25 @@ def scalars_of(
     return spans, parts, jnp.stack([starts, ends, ahead, lengths]), pieces.table[order]
 
 
+class KeyBlock(NamedTuple):
+    """A block of keys of one piece. Rows are the tokens of the block of queries for a query head of a KV head, then
+    those for the next one.
+
+    Args:
+        slot: the buffer that holds its pages.
+        pages: how many of them to read: all, or half where no more are there. Static.
+        left: its tokens that are there.
+        visible: bool [group * size, keys], which keys each row sees.
+        mine: bool [group * size, 1], whether a row is of this piece.
+    """
+
+    slot: Any
+    pages: int
+    left: Any
+    visible: jax.Array
+    mine: jax.Array
+
+
 def walk(
     blocks: QueryBlocks,
     scalars: tuple[Any, ...],
@@ -107,11 +127,9 @@ def walk(
     window: int | None,
     page_size: int,
     group: int,
-    attend: Callable[[Any, Any, jax.Array], None],
+    attend: Callable[[KeyBlock], None],
 ) -> None:
-    """Call `attend` for each block of keys that the queries of this step of the grid see: with the buffer that holds
-    its pages, the number of its tokens that are there, and bool [group * size, keys], which keys each row sees. Rows
-    are the tokens of the block for a query head of a KV head, then those for the next one.
+    """Call `attend` for each block of keys that the queries of this step of the grid see.
 
     Args:
         blocks: the cut.
@@ -121,7 +139,7 @@ def walk(
         window: of the layer.
         page_size: tokens per page.
         group: query heads of a KV head.
-        attend: computes a block of keys.
+        attend: computes one.
     """
     spans, parts, pieces, _ = scalars
     page_block = copies.targets[0].shape[1]
@@ -131,7 +149,6 @@ def walk(
     begin = blocks.number(core, turn) * blocks.size
     end_of_core = spans[(core + 1) * blocks.turns]
     token = begin + jax.lax.broadcasted_iota(jnp.int32, (group * blocks.size, 1), 0) % blocks.size
-    place = jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
 
     def start(part: Any, block: Any, slot: Any) -> None:
         copies.start(parts[_PIECE, part], block, parts[_USED, part], slot)
@@ -141,14 +158,14 @@ def walk(
         slots[0] = 0
         start(spans[step], parts[_FIRST, spans[step]], 0)
 
-    def part(index: Any, _: None) -> None:
+    def attend_part(index: Any, _: None) -> None:
         piece, used = parts[_PIECE, index], parts[_USED, index]
         ahead, last = pieces[_AHEAD, piece], pl.cdiv(used, page_block)
         there = jnp.minimum(used * page_size, pieces[_LENGTH, piece])
         mine = (token >= pieces[_START, piece]) & (token < pieces[_END, piece])
         position = jnp.where(mine, token + ahead, -1)
 
-        def block(number: Any, _: None) -> None:
+        def attend_block(number: Any, _: None) -> None:
             slot, later = slots[0], number + 1 < last
             then = jnp.where(later, index, index + 1)
 
@@ -158,12 +175,18 @@ def walk(
 
             copies.wait(number, used, slot)
             slots[0] = 1 - slot
-            key = number * keys + place
-            visible = key <= position
-            if window is not None:
-                visible = visible & (key > position - window)
-            attend(slot, there - number * keys, visible)
+            left = there - number * keys
 
-        jax.lax.fori_loop(parts[_FIRST, index], last, block, None)
+            def read(pages: int) -> None:
+                key = number * keys + jax.lax.broadcasted_iota(jnp.int32, (1, pages * page_size), 1)
+                visible = key <= position
+                if window is not None:
+                    visible = visible & (key > position - window)
+                attend(KeyBlock(slot, pages, left, visible, mine))
 
-    jax.lax.fori_loop(spans[step], spans[step + 1], part, None)
+            half = -(-page_block // 2)
+            jax.lax.cond(left <= half * page_size, partial(read, half), partial(read, page_block))
+
+        jax.lax.fori_loop(parts[_FIRST, index], last, attend_block, None)
+
+    jax.lax.fori_loop(spans[step], spans[step + 1], attend_part, None)
