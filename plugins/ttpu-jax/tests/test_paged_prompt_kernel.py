@@ -13,10 +13,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from paged_cases import Ragged, TpuPlacement, oracle, poisoned, ragged, rounded_numbers, tpu_pages
 
+from ttpu_core.config import ModelConfig
+from ttpu_core.registry import default_registry
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.paged_attention import prompt_kernel
 from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks
 from ttpu_jax.ops.paged_attention.reference import reference
+from ttpu_jax.runner.planned import served_kernels
 
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -200,3 +203,17 @@ def test_a_window_has_smaller_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) ->
     for window, pages in ((128, 4), (1023, 4), (1024, 8), (None, 8)):
         spec = replace(WIDE, window=window)
         assert prompt_kernel._block_sizes(kv, spec, 64, (1, 2, 256), 256, 2048, "")[0] == pages
+
+
+def test_a_plan_names_what_serves_latents_in_each_kind_of_pages() -> None:
+    config = {
+        "model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": None,
+        "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 128,
+    }  # fmt: skip
+    spec = default_registry().architecture(ModelConfig.from_dict(config)).spec
+    (words,) = served_kernels(spec).values()
+    own, _, others = words.partition("; of ")
+    assert own == "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
+    assert others.startswith("int8 and float8 pages paged eager attention: it needs values beside keys")

@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
@@ -88,7 +89,7 @@ def served_shapes(
 
 def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str, str]:
     """Return the implementation of each kind of attention layer in an engine's steps on a TPU, and why: with pages in
-    `dtype`, and with int8 pages."""
+    `dtype`, and with pages in int8 and float8."""
     table: dict[str, str] = {}
 
     def served(attention: AttentionSpec, kept: np.dtype[Any], kernel: str, in_key: bool) -> str:
@@ -106,9 +107,13 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
         else:
             continue
         kind, words = mixer.kind, served(attention, model_dtype(dtype), "ragged_paged_attention", in_key)
-        of_int8 = served(attention, np.dtype(np.int8), "int8_paged_attention", in_key)
-        if of_int8 != words:
-            words = f"{words}; of int8 pages {of_int8}"
+        others: dict[str, list[str]] = {}
+        for name, kept, kernel in (
+            ("int8", np.dtype(np.int8), "int8_paged_attention"),
+            ("float8", np.dtype(jnp.float8_e4m3fn), "ragged_paged_attention"),
+        ):
+            others.setdefault(served(attention, kept, kernel, in_key), []).append(name)
+        words += "".join(f"; of {' and '.join(names)} pages {how}" for how, names in others.items() if how != words)
         if words not in table.get(kind, ""):
             table[kind] = f"{table[kind]}, or {words}" if kind in table else words
     return table
