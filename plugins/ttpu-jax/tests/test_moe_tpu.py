@@ -13,6 +13,7 @@ from ttpu_core.sharding.parallelism import parse_mesh
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
 from ttpu_core.spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, NormSpec, RouterSpec
 from ttpu_core.spec.parameters import layer_parameters
+from ttpu_jax.aot import hlo
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.model.modules import RESIDUAL, Parameters, Runtime
@@ -83,6 +84,13 @@ def elements(line: str) -> int:
     return total
 
 
+def filled_shares(program: CompiledProgram) -> set[float]:
+    """The shares of their rows that the program's kernels have on average."""
+    found = [one for body in hlo.parse(program.hlo_text).computations.values() for one in body if one.stated_cost]
+    assert len(found) > 1
+    return {one.filled_share for one in found}
+
+
 @pytest.mark.parametrize("mesh", ["tensor=8", "expert=8"])
 def test_a_decode_step_reads_its_share_of_the_experts_where_it_lies(mesh: str) -> None:
     program = compiled(mesh, 32, 1)
@@ -100,7 +108,9 @@ def test_128_tokens_of_many_features_fit_on_the_chip_and_more_tokens_are_grouped
         "route_few",
         "experts_of_few",
     }
-    assert kernels(compiled("expert=8", 1, 256)) == {"grouped_gate", "grouped_product"}
+    program = compiled("expert=8", 1, 256)
+    assert kernels(program) == {"grouped_gate", "grouped_product"}
+    assert filled_shares(program) == {1 / 8}, "a device has the experts of an eighth of the rows"
 
 
 @pytest.mark.slow
@@ -130,3 +140,4 @@ def test_rows_of_a_training_step_are_exchanged_in_the_background(topology_name: 
     largest = max(elements(shape) for shape in re.findall(r"= bf16(\[[\d,]+\])", program.hlo_text))
     assert largest <= max(1.5 * rows * HIDDEN, 32 * 2 * 768 * HIDDEN // 8, 2 * 4096 * HIDDEN)
     assert re.search(r"overflow/while", program.hlo_text)
+    assert filled_shares(program) == {0.6667}, "a buffer has room for 1.5 times the rows"

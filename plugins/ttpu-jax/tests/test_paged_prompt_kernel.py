@@ -208,9 +208,9 @@ def test_a_window_has_smaller_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plan_names_what_serves_latents_in_each_kind_of_pages() -> None:
     config = {
         "model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 128,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 32,
+        "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 128,
     }  # fmt: skip
     spec = default_registry().architecture(ModelConfig.from_dict(config)).spec
     (words,) = served_kernels(spec).values()

@@ -117,3 +117,14 @@ def test_other_kernels_have_no_estimate() -> None:
     text = ALONE.format(kernel)
     (found,) = estimate(text, "v5e").unmodelled
     assert found.roofline_seconds is None
+
+
+@pytest.mark.parametrize(("scope", "share"), [("", 1.0), ("part=experts/filled=0.2500/", 0.25)])
+def test_flops_of_kernels_count_for_the_rows_that_are_there_on_average(scope: str, share: float) -> None:
+    stated = (
+        ', custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/transpose(jvp(SCOPE))/mine"}, '
+        'backend_config={"cost_estimate":{"flops":"197000000000","transcendentals":"0","bytes_accessed":"8"}}'
+    )
+    text = ALONE.format(line("ROOT %mine.1", "bf16[4,128] custom-call(%p)", stated.replace("SCOPE", scope)))
+    (found,) = estimate(text, "v5e").unmodelled
+    assert found.roofline_seconds == pytest.approx(share * 1e-3)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ttpu_core.spec.arithmetic import BITS
-from ttpu_jax.ops.parts import OTHER, OVERFLOW, part_of
+from ttpu_jax.ops.parts import OTHER, OVERFLOW, filled_share, part_of
 
 COLLECTIVE_OPS = (
     "all-reduce",
@@ -84,6 +84,12 @@ class Instruction:
         """The part of the model that it belongs to, see `ttpu_jax.ops.parts.part_of`."""
         match = _OPERATION.search(self.attributes)
         return part_of(match.group(1)) if match else OTHER
+
+    @property
+    def filled_share(self) -> float:
+        """The share of a kernel's rows that are there on average, see `ttpu_jax.ops.parts.filled`."""
+        match = _OPERATION.search(self.attributes)
+        return filled_share(match.group(1)) if match else 1.0
 
     @property
     def overflows(self) -> bool:

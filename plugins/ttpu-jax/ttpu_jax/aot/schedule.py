@@ -303,9 +303,9 @@ class _Walk:
         return None if cost is None else max(self._flops_seconds(kernel), cost[1] / self.chip.hbm_bytes_per_second)
 
     def _flops_seconds(self, kernel: Instruction) -> float:
-        """What the FLOPs of a kernel take at the chip's rate."""
+        """What the FLOPs of a kernel take at the chip's rate, for as many rows as there are on average."""
         flops, _ = kernel.stated_cost or known_cost(kernel) or (0, 0)
-        return flops / flops_rate(kernel, self.chip)
+        return flops * kernel.filled_share / flops_rate(kernel, self.chip)
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":

@@ -22,7 +22,7 @@ from ttpu_core.sharding.experts import most_rows, room_for_rows
 from ttpu_core.spec import MoESpec
 from ttpu_jax.ops.exchange import Deliveries, Pieces, deliveries, exchange
 from ttpu_jax.ops.moe import ExpertKernels, combine, dispatch, expert_outputs, sorted_by, weights_of
-from ttpu_jax.ops.parts import OVERFLOW
+from ttpu_jax.ops.parts import OVERFLOW, filled
 
 LANES = 128
 
@@ -189,12 +189,14 @@ class _Window:
     back: the pieces that return what they were given.
     sizes: int32 [experts], the rows of each of this device's experts.
     room: rows of the buffer.
+    mean: rows that a device receives on average.
     """
 
     there: Pieces
     back: Pieces
     sizes: jax.Array
     room: int
+    mean: float
     how: ExchangedExperts
 
     def fetched(self, rows: jax.Array) -> jax.Array:
@@ -214,7 +216,8 @@ class _Window:
         """What this device's experts give rows [room, hidden] times weight [room, 1], in the shape of rows."""
         expert = jnp.searchsorted(jnp.cumsum(self.sizes), jnp.arange(self.room), side="right")
         how = self.how
-        return expert_outputs(rows, weight, expert, self.sizes, kernels, how.spec, how.platform, how.inner_axes)
+        with filled(min(1.0, self.mean / self.room)):
+            return expert_outputs(rows, weight, expert, self.sizes, kernels, how.spec, how.platform, how.inner_axes)
 
 
 def _lanes(weight: jax.Array) -> jax.Array:
@@ -233,11 +236,11 @@ def _in_windows(
     """`visit(window, result so far)` for all rows that any device receives."""
     choices = how.spec.experts_per_token
     sizes = len(rows) // choices, choices, kernels.up.shape[0], how.devices
-    room = room_for_rows(*sizes, how.same)
+    room, mean = room_for_rows(*sizes, how.same), len(rows) / how.same
     device = jax.lax.axis_index(how.exchanging)
 
     def visited(index: jax.Array | int, result: Any) -> Any:
-        return visit(_Window(*table.window(index * room, room, device), room, how), result)
+        return visit(_Window(*table.window(index * room, room, device), room, mean, how), result)
 
     result = visited(0, first)
     if room == most_rows(*sizes):

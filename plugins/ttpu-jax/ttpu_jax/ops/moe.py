@@ -16,6 +16,7 @@ from ttpu_core.spec import MoESpec, RouterSpec
 from ttpu_jax.ops.activation import activate, gated_activation
 from ttpu_jax.ops.grouped import grouped_linear
 from ttpu_jax.ops.kernels import Kernel, QuantizedKernel
+from ttpu_jax.ops.parts import filled
 
 
 class ExpertKernels(NamedTuple):
@@ -192,7 +193,8 @@ def run_experts(
     sorting, sizes = sorted_by(expert, experts, here)
     weight = weights_of(weights, sorting, x.dtype)
     rows = dispatch(x, sorting, count)
-    out = expert_outputs(rows, weight, expert[sorting.order], sizes, kernels, spec, platform, inner_axes)
+    with filled(min(1.0, experts / spec.choices)):
+        out = expert_outputs(rows, weight, expert[sorting.order], sizes, kernels, spec, platform, inner_axes)
     return combine(out, sorting, count)
 
 

@@ -11,6 +11,7 @@ import jax
 
 _MARK = "part="
 _FOUND = re.compile(rf"{_MARK}([a-z_]+)")
+_FILLED = re.compile(r"filled=([\d.]+)")
 
 
 class Part(StrEnum):
@@ -49,3 +50,15 @@ def part_of(operation: str) -> str:
     if not found:
         return OTHER
     return f"{found[-1]} (backward)" if "transpose(" in operation else str(found[-1])
+
+
+def filled(share: float) -> Any:
+    """A context manager: kernels in it have rows in this share of the room that they have for them, on average. Reports
+    count so much of the FLOPs that they state."""
+    return jax.named_scope(f"filled={share:.4f}")
+
+
+def filled_share(operation: str) -> float:
+    """The share in an operation's name in the compiler's metadata; 1 where there is none."""
+    found = _FILLED.findall(operation)
+    return float(found[-1]) if found else 1.0
