@@ -82,8 +82,9 @@ class TestLlama8B:
         )
         return compile_ahead(llama(), request.param, config, only=is_step)
 
-    def test_attention_is_one_kernel_per_layer_and_the_writing_of_pages_another(self, engine: Ahead) -> None:
-        assert [program.figures.kernels for program in engine.programs] == [2 * LAYERS, 2 * LAYERS]
+    def test_a_layer_has_kernels_for_prompts_for_single_tokens_and_to_write_pages(self, engine: Ahead) -> None:
+        """A step of one token a sequence has none for prompts."""
+        assert [program.figures.kernels for program in engine.programs] == [3 * LAYERS, 2 * LAYERS]
 
     def test_pages_are_written_where_they_are_and_never_copied(self, engine: Ahead) -> None:
         for program in engine.programs:
