@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from ml_dtypes import bfloat16
 
-from ttpu_core.spec import AttentionSpec
+from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.paged_attention import NULL_PAGE, PagedKV, RaggedBatch, empty_pages, write
 from ttpu_jax.ops.paged_attention.layout import Placement as Devices
+from ttpu_jax.ops.paged_attention.reference import reference
 from ttpu_jax.params.placement import Placement
 
 
@@ -215,3 +217,55 @@ def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
     for row, length in enumerate(case.lengths):
         pages[table[row, (length - 1) // size], (length - 1) % size + 1 :] = np.nan
     return replace(kv, pages=jnp.asarray(pages, kv.pages.dtype))
+
+
+LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
+"""One key for all heads, whose first features are the value."""
+Kernel = Callable[..., jax.Array]
+"""`attend` of a kernel for pages without scales, run in the interpreter."""
+
+
+def kernel_and_reference(
+    kernel: Kernel, spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel's result and the reference's over pages in `dtype`; the kernel's have NaN in what nobody owns."""
+    query, keys, values, sinks = rounded_numbers(case, spec)
+    computed = jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, computed)
+    kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
+    run = jax.jit(lambda x, kv, batch: kernel(x, kv, batch, spec, kind, sinks=sink, interpret=True))
+    found = run(x, poisoned(kv, case), case.batch)
+    wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
+    assert found.dtype == wanted.dtype == x.dtype
+    return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
+
+
+def assert_as_near_as_bfloat16(kernel: Kernel, spec: AttentionSpec, case: Ragged) -> None:
+    """In bfloat16 the kernel is about as far from the exact result as the reference is."""
+    query, keys, values, sinks = rounded_numbers(case, spec)
+    values = keys[..., : spec.value_dim] if spec == LATENTS else values
+    exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
+    both = kernel_and_reference(kernel, spec, case, jnp.bfloat16)
+    found, wanted = (np.abs(each[: case.real] - exact).max() for each in both)
+    assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
+
+
+def assert_two_devices_share_heads(kernel: Kernel, spec: AttentionSpec, case: Ragged) -> PagedKV:
+    """Two devices, with half of the KV heads each, give the exact result. Returns their pages."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
+    placement = TpuPlacement(mesh)
+    query, keys, values, _ = rounded_numbers(case, spec)
+    kv = tpu_pages(case, spec, keys, values, jnp.float32, placement)
+    heads = placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads)
+    of_heads = PartitionSpec(None, heads)
+    run = jax.shard_map(
+        lambda query, kv, batch: kernel(query, kv, batch, spec, "", interpret=True),
+        mesh=mesh,
+        in_specs=(of_heads, replace(kv, pages=PartitionSpec(None, None, heads)), PartitionSpec()),
+        out_specs=of_heads,
+        check_vma=False,
+    )
+    found = np.asarray(jax.jit(run)(jnp.asarray(query), kv, case.batch))
+    exact = oracle(case.counts, case.lengths, query, keys, values, spec)
+    assert np.abs(found[: case.real] - exact).max() <= 1e-5
+    return kv

@@ -10,10 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
-from paged_cases import Ragged, TpuPlacement, oracle, poisoned, ragged, rounded_numbers, tpu_pages
+from jax.sharding import AxisType, Mesh
+from paged_cases import (
+    LATENTS,
+    Ragged,
+    TpuPlacement,
+    assert_as_near_as_bfloat16,
+    assert_two_devices_share_heads,
+    kernel_and_reference,
+    ragged,
+    rounded_numbers,
+)
 
-from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
+from ttpu_core.spec import AlibiSpec, AttentionSpec
 from ttpu_jax.ops.paged_attention import (
     api,
     decode_kernel,
@@ -21,13 +30,10 @@ from ttpu_jax.ops.paged_attention import (
     limits,
     page_bytes,
 )
-from ttpu_jax.ops.paged_attention.reference import reference
 
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
 WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)
-LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
-"""One key for all heads, whose first features are the value."""
 LENGTHS = [1, PAGE, PAGE + 1, 37, 6 * PAGE, 5 * PAGE + 3]
 """One token, a whole page, one more than that, and one or two blocks of three pages."""
 
@@ -61,24 +67,10 @@ CASES = {
 }
 
 
-def kind_of(dtype: Any) -> Any:
-    """The dtype of queries to pages of this dtype."""
-    return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
-
-
 def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
     """The kernel's result and the reference's."""
-    query, keys, values, sinks = rounded_numbers(case, spec)
-    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, kind_of(dtype))
-    kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
     assert limits.unserved_step(spec, case.batch, case.tokens) is None
-    run = jax.jit(
-        lambda x, kv, batch: decode_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True)
-    )
-    found = run(x, poisoned(kv, case), case.batch)
-    wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
-    assert found.dtype == wanted.dtype == x.dtype
-    return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
+    return kernel_and_reference(decode_kernel.attend, spec, case, dtype, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +96,7 @@ def test_two_cores_share_the_sequences() -> None:
 @pytest.mark.parametrize("name", ["three heads of 256", "sinks", "drafts", "latents"])
 def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
     """Keys and values are then halves of one register."""
-    spec, case = CASES[name]
-    query, keys, values, sinks = rounded_numbers(case, spec)
-    values = keys[..., : spec.value_dim] if spec == LATENTS else values
-    exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
-    found, wanted = (np.abs(each[: case.real] - exact).max() for each in both(spec, case, jnp.bfloat16))
-    assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
+    assert_as_near_as_bfloat16(decode_kernel.attend, *CASES[name])
 
 
 @pytest.mark.parametrize("name", ["groups of query heads", "three heads of 256", "sinks"])
@@ -122,28 +109,14 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
 
 def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None:
     spec, case = AttentionSpec(4, 2, 256), step()
+    kv = assert_two_devices_share_heads(decode_kernel.attend, spec, case)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
-    placement = TpuPlacement(mesh)
-    query, keys, values, _ = rounded_numbers(case, spec)
-    kv = tpu_pages(case, spec, keys, values, jnp.float32, placement)
     assert kv.pages.shape == (case.num_pages, PAGE, 2 * 2 * 2, 128)
-    assert page_bytes(spec, PAGE, placement, jnp.float32) == (PAGE * 4 * 256 * 4, 2)
-    table = np.asarray(case.batch.tables[0])
-    first = np.asarray(kv.pages)[table[0, 0], 0].reshape(2, 2, 2, 128)  # device, part, plane
+    assert page_bytes(spec, PAGE, TpuPlacement(mesh), jnp.float32) == (PAGE * 4 * 256 * 4, 2)
+    _, keys, values, _ = rounded_numbers(case, spec)
+    first = np.asarray(kv.pages)[np.asarray(case.batch.tables[0])[0, 0], 0].reshape(2, 2, 2, 128)  # device, part, plane
     np.testing.assert_array_equal(first[:, :, 0].reshape(2, 256), keys[0])
     np.testing.assert_array_equal(first[:, :, 1].reshape(2, 256), values[0])
-    heads = placement.mesh_axes(axes.KV_HEADS, 2)
-    of_heads = PartitionSpec(None, heads)
-    run = jax.shard_map(
-        lambda query, kv, batch: decode_kernel.attend(query, kv, batch, spec, "", interpret=True),
-        mesh=mesh,
-        in_specs=(of_heads, replace(kv, pages=PartitionSpec(None, None, heads)), PartitionSpec()),
-        out_specs=of_heads,
-        check_vma=False,
-    )
-    found = np.asarray(jax.jit(run)(jnp.asarray(query), kv, case.batch))
-    exact = oracle(case.counts, case.lengths, query, keys, values, spec)
-    assert np.abs(found[: case.real] - exact).max() <= 1e-5
 
 
 def test_devices_that_do_not_share_the_heads_hold_all_rows() -> None:

@@ -10,22 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
-from paged_cases import Ragged, TpuPlacement, oracle, poisoned, ragged, rounded_numbers, tpu_pages
+from paged_cases import (
+    LATENTS,
+    Ragged,
+    assert_as_near_as_bfloat16,
+    assert_two_devices_share_heads,
+    kernel_and_reference,
+    ragged,
+    rounded_numbers,
+    tpu_pages,
+)
 
 from ttpu_core.config import ModelConfig
 from ttpu_core.registry import default_registry
-from ttpu_core.spec import AttentionSpec, axes
+from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention import prompt_kernel
 from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks
-from ttpu_jax.ops.paged_attention.reference import reference
 from ttpu_jax.runner.planned import served_kernels
 
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
 WIDE = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)
-LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
-"""One key for all heads, whose first features are the value."""
 
 
 def step(counts: list[int], lengths: list[int], window: int | None = None, tokens: int | None = None) -> Ragged:
@@ -59,21 +64,9 @@ CASES = {
 }
 
 
-def kind_of(dtype: Any) -> Any:
-    """The dtype of queries to pages of this dtype."""
-    return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
-
-
 def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """The kernels' result and the reference's."""
-    query, keys, values, sinks = rounded_numbers(case, spec)
-    sink, x = jnp.asarray(sinks) if spec.sinks else None, jnp.asarray(query, kind_of(dtype))
-    kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
-    run = jax.jit(lambda x, kv, batch: prompt_kernel.attend(x, kv, batch, spec, kind, sinks=sink, interpret=True))
-    found = run(x, poisoned(kv, case), case.batch)
-    wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
-    assert found.dtype == wanted.dtype == x.dtype
-    return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
+    """The kernel's result and the reference's."""
+    return kernel_and_reference(prompt_kernel.attend, spec, case, dtype, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -139,12 +132,7 @@ def test_each_core_has_every_second_block() -> None:
 @pytest.mark.parametrize("name", ["three heads of 256", "sinks", "latents"])
 def test_in_bfloat16_it_is_as_near_as_bfloat16_is(name: str) -> None:
     """Keys and values are then halves of one register."""
-    spec, case = CASES[name]
-    query, keys, values, sinks = rounded_numbers(case, spec)
-    values = keys[..., : spec.value_dim] if spec == LATENTS else values
-    exact = oracle(case.counts, case.lengths, query, keys, values, spec, sinks if spec.sinks else None)
-    found, wanted = (np.abs(each[: case.real] - exact).max() for each in both(spec, case, jnp.bfloat16))
-    assert found <= 1.5 * wanted + 2**-9 * np.abs(exact).max()
+    assert_as_near_as_bfloat16(prompt_kernel.attend, *CASES[name])
 
 
 @pytest.mark.parametrize("name", ["groups of query heads", "three heads of 256"])
@@ -156,23 +144,7 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
 
 
 def test_devices_share_wide_heads() -> None:
-    spec, case = AttentionSpec(4, 2, 256), step(*PROMPTS)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
-    placement = TpuPlacement(mesh)
-    query, keys, values, _ = rounded_numbers(case, spec)
-    kv = tpu_pages(case, spec, keys, values, jnp.float32, placement)
-    heads = placement.mesh_axes(axes.KV_HEADS, 2)
-    of_heads = PartitionSpec(None, heads)
-    run = jax.shard_map(
-        lambda query, kv, batch: prompt_kernel.attend(query, kv, batch, spec, "", interpret=True),
-        mesh=mesh,
-        in_specs=(of_heads, replace(kv, pages=PartitionSpec(None, None, heads)), PartitionSpec()),
-        out_specs=of_heads,
-        check_vma=False,
-    )
-    found = np.asarray(jax.jit(run)(jnp.asarray(query), kv, case.batch))
-    exact = oracle(case.counts, case.lengths, query, keys, values, spec)
-    assert np.abs(found[: case.real] - exact).max() <= 1e-5
+    assert_two_devices_share_heads(prompt_kernel.attend, AttentionSpec(4, 2, 256), step(*PROMPTS))
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _attend(
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
-        cost_estimate=_cost(queries, kv, pieces, spec),
+        cost_estimate=cost_of_singles(queries, kv, pieces, spec),
         interpret=interpret,
         name="paged_decode_attention",
     )(pieces.number, pieces.lengths, counts, pieces.table, x, logits, pages)
@@ -169,15 +169,17 @@ def page_block(kv: PagedKV, pages: int) -> int:
     return max(1, min(pages, BLOCK_BYTES // page_bytes, BLOCK_TOKENS // kv.pages.shape[1]))
 
 
-def _cost(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
-    """What the kernel has to do where each piece has as many tokens as its row of the table has room for, or all of
-    them as many as there are pages. Lengths are not known while a program is compiled."""
+def cost_of_singles(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
+    """What a kernel for queries [pieces, kv_heads, rows, width] has to do where each piece has as many tokens as its
+    row of the table has room for, or all of them as many as there are pages. Lengths are not known while a program is
+    compiled."""
     _, heads, rows, _ = queries.shape
     pages = min(pieces.table.size, len(kv.pages))
     pairs = pages * kv.pages.shape[1]
+    page_bytes = sum(kept.nbytes // len(kept) for kept in jax.tree.leaves(kv))
     return pl.CostEstimate(
         flops=int(attention_flops(heads * rows, spec, pairs)),
-        bytes_accessed=pages * (kv.pages.nbytes // len(kv.pages)) + 2 * queries.nbytes,
+        bytes_accessed=pages * page_bytes + 2 * queries.nbytes,
         transcendentals=heads * rows * pairs,
     )
 

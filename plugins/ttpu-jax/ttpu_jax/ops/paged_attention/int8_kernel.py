@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
-from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
+from ttpu_jax.ops.paged_attention.decode_kernel import cost_of_singles
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.prompt_kernel import BlockKeys, attend_blocks
@@ -131,26 +131,11 @@ def _attend_single(
             ],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        cost_estimate=_cost(queries, kv, pieces, spec),
+        cost_estimate=cost_of_singles(queries, kv, pieces, spec),
         interpret=interpret,
         name="int8_paged_attention_single",
     )(pieces.number, pieces.lengths, pieces.table, x, logits, kv.pages, kv.scales)
     return mixed[:rows, :, : 2 * group].reshape(queries.shape)
-
-
-def _cost(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
-    """What the kernel has to do where each piece has as many tokens as its row of the table has room for, or all of
-    them as many as there are pages. Lengths are not known while a program is compiled."""
-    assert kv.scales is not None
-    _, heads, group, _ = queries.shape
-    pages = min(pieces.table.size, len(kv.pages))
-    pairs = pages * kv.pages.shape[1]
-    page_bytes = (kv.pages.nbytes + kv.scales.nbytes) // len(kv.pages)
-    return pl.CostEstimate(
-        flops=int(attention_flops(heads * group, spec, pairs)),
-        bytes_accessed=pages * page_bytes + 2 * queries.nbytes,
-        transcendentals=heads * group * pairs,
-    )
 
 
 def _words(buffer: Any, word: int, words: int, dtype: Any) -> jax.Array:
