@@ -134,7 +134,8 @@ def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array
         places = tokens - jax.lax.axis_index(ring.axis) * len(table)
         own = (places >= 0) & (places < len(table))
         found = jnp.take(table, places, axis=0, mode="clip")
-        return _scattered(jnp.where(own[..., None], found, 0), ring)
+        # Shaped as layers shape their outputs, or the compiler makes code of its own for all of the first layer.
+        return jax.lax.optimization_barrier(_scattered(jnp.where(own[..., None], found, 0), ring))
 
     specs = ring.kernel(2, 0), PartitionSpec(ring.batch or None)
     return ring.run(local, (table, tokens), specs, ring.cut_rows)
@@ -206,7 +207,7 @@ def _round(
         it sums wait behind rows on slow links.
     """
     half = x.shape[1] // 2
-    first, second = x[:, :half], x[:, half:]
+    first, second = jax.lax.optimization_barrier((x[:, :half], x[:, half:]))  # arrays of one shape share one product
     rows, own = _both_ways((first, second), ring), up(first)
     rows, own = jax.lax.optimization_barrier((rows, own))  # else all of own rows would be multiplied at the end
     following = _both_ways(rows, ring) if ring.size > 2 else rows

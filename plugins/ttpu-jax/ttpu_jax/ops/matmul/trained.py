@@ -144,6 +144,8 @@ def _summed_in_ring(gradients: tuple[jax.Array, ...], x: jax.Array, ring: Gradie
     def local(gradients: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
         shape = (*gradients[0].shape[len(rows) :], x.shape[-1])
         outputs = [gradient.reshape(-1, prod(shape[:-1])) for gradient in gradients]
+        if len(outputs) > 1:  # in one shape also where the compiler made them, so that their products share their code
+            outputs = list(jax.lax.optimization_barrier(tuple(outputs)))
         inputs = x.reshape(-1, shape[-1])
         if ring.dimension:
             summed = _both_ways([(inputs, each) for each in outputs], ring, lambda block, other: _product(other, block))
