@@ -215,12 +215,20 @@ def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
     pages, table = np.array(kv.pages, np.float32), np.asarray(case.batch.tables[0])
     pages[NULL_PAGE], size = np.nan, case.batch.page_size
     for row, length in enumerate(case.lengths):
-        pages[table[row, (length - 1) // size], (length - 1) % size + 1 :] = np.nan
+        page, after = table[row, (length - 1) // size], (length - 1) % size + 1
+        pages[(page, slice(after, None)) if kv.combined else (page, ..., slice(after, None), slice(None))] = np.nan
     return replace(kv, pages=jnp.asarray(pages, kv.pages.dtype))
 
 
 LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
 """One key for all heads, whose first features are the value."""
+IN_SPLIT_PAGES = {
+    "one head": AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64),
+    "one head, window and sinks": AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=128, window=35, sinks=True),
+    "three heads": AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=128, v_head_dim=96),
+    "latents": LATENTS,
+}
+"""Layers whose pages are split where they are in float8 and have a multiple of 32 tokens."""
 Kernel = Callable[..., jax.Array]
 """`attend` of a kernel for pages without scales, run in the interpreter."""
 
@@ -238,6 +246,17 @@ def kernel_and_reference(
     wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
     assert found.dtype == wanted.dtype == x.dtype
     return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
+
+
+def assert_split_pages_are_read(kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int]) -> None:
+    """The kernel's result is the reference's over pages of 32 tokens in float8, which are split."""
+    spec = IN_SPLIT_PAGES[name]
+    case = ragged(
+        counts, lengths, page_size=32, pages=5, sequences=len(counts) + 2, tokens=sum(counts) + 2,
+        window=spec.window, max_queries=max(counts),
+    )  # fmt: skip
+    found, wanted = kernel_and_reference(kernel, spec, case, jnp.float8_e4m3fn)
+    assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 
 def assert_as_near_as_bfloat16(kernel: Kernel, spec: AttentionSpec, case: Ragged) -> None:

@@ -184,6 +184,26 @@ def test_pages_in_float8_have_our_kernels_where_chips_have_no_float8_too(topolog
     assert number_of_kernels(program) == 2 and not program.estimate.loops_without_trip_count
 
 
+@pytest.mark.parametrize(
+    ("topology_name", "spec", "step", "features"),
+    [("v5e:2x4", LLAMA, MIXED, 8 * 2 * 128), ("v4:1x1x1", LATENTS, MIXED, 640), ("v6e:1x1", LATENTS, DECODE, 640)],
+    ids=["a head on each device", "latents", "latents in a decode step"],
+)
+def test_pages_in_float8_leave_no_place_empty(
+    topology_name: str, spec: AttentionSpec, step: tuple[int, int], features: int
+) -> None:
+    program = compiled(topology_name, spec, step, "float8_e4m3fn", value_in_key=spec == LATENTS)
+    assert "%page_write" in program.hlo_text and "scatter" not in program.hlo_text
+    assert number_of_kernels(program) == 1 + (step == MIXED)
+    ways = 1 if spec == LATENTS else len(program.topology.devices)
+    assert program.alias_bytes == PAGES * PAGE_SIZE * features // ways
+
+
+def test_split_pages_are_written_by_a_kernel_where_no_other_is_wanted() -> None:
+    program = compiled("v5e:2x4", LLAMA, MIXED, "float8_e4m3fn", kernels=False)
+    assert "%page_write" in program.hlo_text and number_of_kernels(program) == 0
+
+
 def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:
     """The second layer is gemma-3's, with heads of 256 features."""
     assert number_of_kernels(compiled("v5e:2x4", LLAMA, SHORT, "int8")) == 3

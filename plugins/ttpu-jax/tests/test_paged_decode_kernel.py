@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from paged_cases import (
+    IN_SPLIT_PAGES,
     LATENTS,
     Ragged,
     TpuPlacement,
     assert_as_near_as_bfloat16,
+    assert_split_pages_are_read,
     assert_two_devices_share_heads,
     kernel_and_reference,
     ragged,
@@ -107,6 +109,11 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 
+@pytest.mark.parametrize("name", IN_SPLIT_PAGES)
+def test_split_pages_have_each_heads_tokens_together(name: str) -> None:
+    assert_split_pages_are_read(decode_kernel.attend, name, [1] * 6, [1, 32, 33, 70, 160, 150])
+
+
 def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None:
     spec, case = AttentionSpec(4, 2, 256), step()
     kv = assert_two_devices_share_heads(decode_kernel.attend, spec, case)
@@ -137,7 +144,8 @@ def test_devices_that_do_not_share_the_heads_hold_all_rows() -> None:
         (WIDE, "float8_e4m3fn", False, None),
         (WIDE, "float16", False, "do not read float16"),
         (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, None),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "latents of 8 bits"),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "float8_e4m3fn", True, None),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "do not read int8"),
         (AttentionSpec(16, 1, 384), "bfloat16", False, "heads of 384 features"),
         (replace(GQA, alibi=AlibiSpec()), "bfloat16", False, "ALiBi"),
     ],
@@ -146,6 +154,13 @@ def test_layers_that_it_does_not_serve(spec: AttentionSpec, dtype: str, in_key: 
     found = api.serves_own(spec, "tpu", jnp.dtype(dtype), value_in_key=in_key)
     assert (found is None) if reason is None else (reason in str(found))
     assert "for TPUs" in str(api.serves_own(spec, "gpu", jnp.dtype(dtype), value_in_key=in_key))
+
+
+def test_latents_in_float8_need_pages_of_whole_tiles() -> None:
+    for page_size, reason in ((32, None), (16, "must have a multiple of 32 tokens")):
+        kv = empty_pages(LATENTS, 4, page_size, TpuPlacement(), jnp.float8_e4m3fn, value_in_key=True)
+        found = limits.unserved_pages(kv)
+        assert (found is None) if reason is None else (reason in str(found))
 
 
 def test_steps_that_it_does_not_serve() -> None:

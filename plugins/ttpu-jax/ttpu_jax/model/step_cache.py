@@ -364,7 +364,8 @@ class PagedCache:
         Returns:
             [1, tokens, heads, v_head_dim], and the updated cache.
         """
-        pages = write(self.held, jnp.concatenate(latents, axis=-1)[0][:, None], None, self.batch)
+        keys, context = jnp.concatenate(latents, axis=-1)[0][:, None], _pages_context(self.placement, 1)
+        pages = write(self.held, keys, None, self.batch, context=context, by_kernel=self.kernels)
         return reader.over_pages(queries, pages, self.batch), replace(self, held=pages)
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, PagedCache]:

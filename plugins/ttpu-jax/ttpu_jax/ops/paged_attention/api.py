@@ -49,8 +49,9 @@ def paged_attention(
     """
     kept = kv.pages.dtype
     small = unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
-    ours = own and small and serves_own(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
-    other = small and serves(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    readable = small and limits.unserved_pages(kv) is None
+    ours = own and readable and serves_own(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    other = small and bool(kv.combined) and serves(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
     few = ours and limits.unserved_step(spec, batch, len(query)) is None
     kind = device_kind(context) if ours or other else ""
 

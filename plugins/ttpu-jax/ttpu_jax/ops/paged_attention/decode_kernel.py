@@ -17,8 +17,8 @@ from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.layout import parts_of, widened
-from ttpu_jax.ops.paged_attention.page_rows import computed_dtype, rows_of_latents, separated
+from ttpu_jax.ops.paged_attention.layout import page_size_of, parts_of, widened
+from ttpu_jax.ops.paged_attention.page_rows import Read, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
@@ -104,7 +104,7 @@ def attend_singles(
 
 def widened_queries(query: jax.Array, kv: PagedKV, spec: AttentionSpec) -> jax.Array:
     """query [..., head_dim] as it is multiplied: in the dtype of keys and as wide, [..., width]."""
-    width = kv.pages.shape[3] * parts_of(kv, max(query.shape[-1], spec.value_dim))
+    width = kv.pages.shape[-1] * parts_of(kv, max(query.shape[-1], spec.value_dim))
     return widened(query.astype(computed_dtype(kv.pages)), width)
 
 
@@ -122,10 +122,7 @@ def _attend(
     """queries [pieces, kv_heads, rows, width], where rows are `group` for each query of a piece; the result has their
     shape."""
     count, heads, rows, width = queries.shape
-    pages, page_size = kv.pages, kv.pages.shape[1]
-    if kv.value_in_key:
-        pages = pages.reshape(len(pages), page_size, width)
-    padded = pages[0, 0].size // (2 * width)
+    pages, read = read_by_kernels(kv, width, width)
     block = page_block(kv, pieces.table.shape[1])
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
@@ -138,7 +135,7 @@ def _attend(
     counts = jnp.diff(pieces.starts)
     of_queries = pl.BlockSpec((each, heads, rows, width), lambda step, *_: (step, 0, 0, 0))
     mixed: jax.Array = pl.pallas_call(
-        partial(_kernel, spec=spec, page_size=page_size, group=group, kv_heads=padded),
+        partial(_kernel, read, spec=spec, page_size=page_size_of(kv), group=group),
         out_shape=jax.ShapeDtypeStruct(x.shape, queries.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -166,7 +163,7 @@ def _attend(
 def page_block(kv: PagedKV, pages: int) -> int:
     """Pages of one block of a table of `pages` columns."""
     page_bytes = kv.pages.nbytes // len(kv.pages)
-    return max(1, min(pages, BLOCK_BYTES // page_bytes, BLOCK_TOKENS // kv.pages.shape[1]))
+    return max(1, min(pages, BLOCK_BYTES // page_bytes, BLOCK_TOKENS // page_size_of(kv)))
 
 
 def cost_of_singles(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
@@ -175,7 +172,7 @@ def cost_of_singles(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: Atten
     compiled."""
     _, heads, rows, _ = queries.shape
     pages = min(pieces.table.size, len(kv.pages))
-    pairs = pages * kv.pages.shape[1]
+    pairs = pages * page_size_of(kv)
     page_bytes = sum(kept.nbytes // len(kept) for kept in jax.tree.leaves(kv))
     return pl.CostEstimate(
         flops=int(attention_flops(heads * rows, spec, pairs)),
@@ -185,6 +182,7 @@ def cost_of_singles(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: Atten
 
 
 def _kernel(
+    read: Read,
     number: Any,
     lengths: Any,
     counts: Any,
@@ -200,7 +198,6 @@ def _kernel(
     spec: AttentionSpec,
     page_size: int,
     group: int,
-    kv_heads: int,
 ) -> None:
     """One step's sequences, one after another. queries and out [pieces, kv_heads, rows, width], sinks [kv_heads, rows,
     1]."""
@@ -250,11 +247,8 @@ def _kernel(
             if spec.window is not None:
                 hidden = hidden | (lane < last - spec.window)
             found = buffer.at[slot, pl.ds(0, n)]
-            if len(found.shape) == 3:
-                row = rows_of_latents(found, left)
-                return tuple(state.attended(queries[index - begin, 0], row, row, hidden, spec) for state in carry)
             return tuple(
-                state.attended(queries[index - begin, head], *separated(found, head, kv_heads, left), hidden, spec)
+                state.attended(queries[index - begin, head], *read(found, head, left), hidden, spec)
                 for head, state in enumerate(carry)
             )
 

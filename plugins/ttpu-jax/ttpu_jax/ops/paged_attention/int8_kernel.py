@@ -83,8 +83,8 @@ def attend(
     if batch.max_queries > 1:
         mixed += attend_blocks(
             queries, (kv.pages, kv.scales), partial(_read, pairs=pairs, dtype=queries.dtype), pieces, spec,
-            QueryBlocks.of(kind, tokens, blocks.block_queries), blocks.block_pages, value_features=halves * LANES,
-            sinks=logits, interpret=interpret, name="int8_paged_prompt_attention",
+            QueryBlocks.of(kind, tokens, blocks.block_queries), batch.page_size, blocks.block_pages,
+            value_features=halves * LANES, sinks=logits, interpret=interpret, name="int8_paged_prompt_attention",
         )  # fmt: skip
     return mixed[:, :heads, :, : spec.value_dim]
 

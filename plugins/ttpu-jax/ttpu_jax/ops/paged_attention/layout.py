@@ -1,12 +1,15 @@
 """The layout of keys and values in pages.
 
 Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for keys and one for values, or one plane
-for both. Products on a CPU need this layout, one product per KV head. Combined pages are [pages, page_size, kv_heads
-* planes, dim], each head's key before its value, with dim a multiple of 128. JAX's kernel needs this layout, and
-XLA:TPU writes tokens into it without copying all pages. Both need whole tiles, so heads of zeros follow each
-device's heads if those do not fill tiles. Where values are beside keys and heads have 256 or 512 features, these are
-split into parts of 128 that follow one another, [pages, page_size, parts * kv_heads * 2, 128]: the same bytes, but a
-kernel loads one part of many tokens at once.
+for both. Products on a CPU need this layout, one product per KV head. TPUs have it for pages in float8 whose combined
+rows would leave places empty, with dim a multiple of 128: of one KV head on each device, and of latents. There four
+tokens share a register, so that a kernel writes whole tiles (`tile_write`).
+
+Combined pages are [pages, page_size, kv_heads * planes, dim], each head's key before its value, with dim a multiple of
+128. JAX's kernel needs this layout, and XLA:TPU writes tokens into it without copying all pages. Both need whole tiles,
+so heads of zeros follow each device's heads if those do not fill tiles. Where values are beside keys and heads have 256
+or 512 features, these are split into parts of 128 that follow one another, [pages, page_size, parts * kv_heads * 2,
+128]: the same bytes, but a kernel loads one part of many tokens at once.
 
 Combined pages of int8 with values beside keys are paired, for the kernels in `int8_kernel`: [pages, page_size, halves *
 kv_heads * 2, 128], where the features of wider heads than 128 are split into halves that follow one another. Their
@@ -31,6 +34,8 @@ from ttpu_jax.ops.paged_attention.kernel import padded_heads
 
 SPLIT = (2 * LANES, 4 * LANES)
 """Widths of heads whose features combined pages split; other parts would leave gaps between tokens."""
+TILE_TOKENS = 32
+"""Tokens of a tile of 8 bits, in which split pages are written: four in each of eight rows of a register."""
 INT8_LIMIT = 127.0
 LARGEST = 1e30  # of what stands for more, and for NaN
 SMALLEST = 1e-30  # of a token's largest feature: its scale must be a normal number
@@ -78,8 +83,8 @@ def empty_pages(
         abstract: return shapes and shardings without memory.
     """
     dtype = _kept(dtype, placement)
-    combined = _ways(spec, placement) if placement.platform == "tpu" else 0
-    shape, logical = _shape(spec, num_pages, page_size, dtype, value_in_key, combined)
+    combined = _combined(spec, page_size, placement, dtype, value_in_key)
+    shape, logical = _shape(spec, num_pages, page_size, dtype, value_in_key, combined, placement)
 
     def make(shape: tuple[int, ...], logical: tuple[str | None, ...], kind: Any) -> Any:
         sharding = placement.sharding(placement.divisible(logical, shape), shape, "KV pages")
@@ -106,8 +111,8 @@ def page_bytes(
         value_in_key: whether keys only are stored.
     """
     dtype = _kept(dtype, placement)
-    combined = _ways(spec, placement) if placement.platform == "tpu" else 0
-    shape, logical = _shape(spec, 1, page_size, dtype, value_in_key, combined)
+    combined = _combined(spec, page_size, placement, dtype, value_in_key)
+    shape, logical = _shape(spec, 1, page_size, dtype, value_in_key, combined, placement)
     size = math.prod(shape) * dtype.itemsize
     if dtype == np.int8:
         size += math.prod(_scales(spec, shape, logical, paired=bool(combined) and not value_in_key)[0]) * 4
@@ -161,12 +166,12 @@ def takes_heads(kv: PagedKV) -> bool:
     return bool(kv.combined) and kv.pages.dtype in (jnp.bfloat16, jnp.float32) and not kv.value_in_key
 
 
-def heads_of(kv: PagedKV, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [kv_heads, tokens, features] as that kernel takes them, of key [tokens, kv_heads, dim] and value
-    [tokens, kv_heads, value_dim]."""
-    width = kv.pages.shape[-1] * parts_of(kv, max(key.shape[-1], value.shape[-1]))
-    turned = [widened(each, width).astype(kv.pages.dtype).swapaxes(0, 1) for each in (key, value)]
-    return turned[0], turned[1]
+def heads_of(kv: PagedKV, *new: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys, and values where they are apart, [tokens, kv_heads, features] each, as kernels take them that put rows in
+    order: [kv_heads, tokens, features]. Those of split pages round them."""
+    width = kv.pages.shape[-1] * parts_of(kv, max(each.shape[-1] for each in new))
+    rounded = new if not kv.combined else [each.astype(kv.pages.dtype) for each in new]
+    return tuple(widened(each, width).swapaxes(0, 1) for each in rounded)
 
 
 def _beside(kv: PagedKV, planes: jax.Array, parts: int) -> jax.Array:
@@ -183,12 +188,17 @@ def _beside(kv: PagedKV, planes: jax.Array, parts: int) -> jax.Array:
 
 def _stored(kv: PagedKV, rows: jax.Array) -> jax.Array:
     """Rows in the dtype of pages without scales."""
-    if kv.pages.dtype == jnp.float8_e4m3fn:  # a cast of a larger value than its maximum gives NaN
-        most = float(jnp.finfo(kv.pages.dtype).max)
-        rows = jnp.clip(rows, -most, most)
+    if kv.pages.dtype == jnp.float8_e4m3fn:
+        return in_float8(rows)
     if kv.pages.dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
     return rows.astype(kv.pages.dtype)
+
+
+def in_float8(x: jax.Array) -> jax.Array:
+    """x [...] in float8_e4m3fn, the same shape. A cast of a larger value than its maximum would give NaN."""
+    most = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    return jnp.clip(x, -most, most).astype(jnp.float8_e4m3fn)
 
 
 def scales_of(largest: jax.Array) -> jax.Array:
@@ -259,14 +269,35 @@ def _ways(spec: AttentionSpec, placement: Placement) -> int:
     return math.prod(placement.mesh.shape[axis] for axis in placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads))
 
 
+def _combined(
+    spec: AttentionSpec, page_size: int, placement: Placement, dtype: np.dtype[Any], value_in_key: bool
+) -> int:
+    """`PagedKV.combined` of pages."""
+    if placement.platform != "tpu":
+        return 0
+    ways = _ways(spec, placement)
+    if dtype != jnp.float8_e4m3fn or page_size % TILE_TOKENS or spec.alibi is not None:
+        return ways
+    width = -(-max(spec.head_dim, spec.value_dim) // LANES)
+    own, parts = spec.num_kv_heads // ways, width if width * LANES in SPLIT else 1
+    return 0 if value_in_key or padded_heads(own, dtype, parts) > own else ways
+
+
 def _shape(
-    spec: AttentionSpec, num_pages: int, page_size: int, dtype: np.dtype[Any], value_in_key: bool, combined: int
+    spec: AttentionSpec,
+    num_pages: int,
+    page_size: int,
+    dtype: np.dtype[Any],
+    value_in_key: bool,
+    combined: int,
+    placement: Placement,
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """The shape of pages, and its logical axes."""
     width = spec.head_dim if value_in_key else max(spec.head_dim, spec.value_dim)
     planes, heads = 1 if value_in_key else 2, spec.num_kv_heads
-    if combined:
+    if placement.platform == "tpu":
         width = -(-width // LANES) * LANES
+    if combined:
         logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # else each device holds all rows
         if dtype == np.int8 and planes == 2:
             halves = width // LANES

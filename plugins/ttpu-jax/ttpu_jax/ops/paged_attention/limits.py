@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.spec import AttentionSpec
-from ttpu_jax.ops.paged_attention.batch import RaggedBatch
-from ttpu_jax.ops.paged_attention.layout import LANES, SPLIT
+from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
+from ttpu_jax.ops.paged_attention.layout import LANES, SPLIT, TILE_TOKENS
 
 MOST_QUERIES = 16
 """Of one sequence, in steps that the decode kernel takes."""
@@ -23,10 +23,15 @@ def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
     if width > LANES and width not in SPLIT and not value_in_key:
         return f"pages of heads of {width} features are not split into parts of {LANES}"
-    if value_in_key and np.dtype(dtype).itemsize == 1:
-        return "a TPU would copy all pages of latents of 8 bits"
     if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)):
         return f"they do not read {np.dtype(dtype).name}"
+    return None
+
+
+def unserved_pages(kv: PagedKV) -> str | None:
+    """Why the kernels do not read these pages, of a layer that they serve, or None."""
+    if kv.value_in_key and kv.combined and kv.pages.dtype.itemsize == 1:
+        return f"pages of latents in 8 bits must have a multiple of {TILE_TOKENS} tokens"
     return None
 
 

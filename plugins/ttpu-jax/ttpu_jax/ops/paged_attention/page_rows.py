@@ -1,9 +1,11 @@
-"""Keys and values of the pages in VMEM, inside kernels. Two neighbouring rows of a page are a head's key and value for
-one token. In 16 bits they are one row of 32-bit registers, in 8 bits half of one, and they are separated there. Pages
-of latents have one row for each token, which is its key, and whose first features are its value."""
+"""Keys and values of pages without scales in VMEM, inside kernels. Two neighbouring rows of combined pages are a head's
+key and value for one token. In 16 bits they are one row of 32-bit registers, in 8 bits half of one, and they are
+separated there. Combined pages of latents have one row for each token, which is its key, and whose first features are
+its value. Split pages have the rows of a head one after another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,21 +13,57 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from ttpu_jax.ops.paged_attention.batch import PagedKV
+from ttpu_jax.ops.paged_attention.layout import parts_of
+
 
 def computed_dtype(pages: Any) -> np.dtype[Any]:
     """The dtype in which keys and values of these pages are multiplied: theirs, or bfloat16 for narrower ones."""
     return np.dtype(pages.dtype) if pages.dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
 
 
-def rows_of_latents(pages: Any, left: Any) -> jax.Array:
-    """The rows [tokens, width] of `pages` [pages, page_size, width]. Those from token `left` on, of which memory may
-    hold anything, are zeros."""
-    number, page_size, width = pages.shape
-    found = pages[...].reshape(number * page_size, width)
-    if pages.dtype.itemsize == 1:
-        found = found.astype(jnp.float32).astype(jnp.bfloat16)
-    there = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0) < left
-    return jnp.where(there, found, jnp.zeros_like(found))
+Read = Callable[[Any, int, Any], tuple[jax.Array, jax.Array]]
+"""Takes the reference of a block of pages in VMEM, a head, and the number of tokens that are there: the head's keys and
+values, with zeros for other tokens, of which memory may hold anything."""
+
+
+def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[jax.Array, Read]:
+    """One device's pages as kernels copy them, [pages, ...], and what reads them there.
+
+    Args:
+        kv: pages without scales.
+        features: of keys, or of values where these have more.
+        values: features of values where they are the first ones of keys.
+    """
+    pages, heads = kv.pages, kv.pages.shape[2]
+    if not kv.combined:
+        number, planes, _, page_size, width = pages.shape
+
+        def plane(found: Any, head: int, left: Any) -> tuple[jax.Array, jax.Array]:
+            key = _rows(found[:, head], left)
+            return key, key[:, :values] if planes == 1 else _rows(found[:, heads + head], left)
+
+        return pages.reshape(number, planes * heads, page_size, width), plane
+    if kv.value_in_key:
+        pages = pages.reshape(*pages.shape[:2], pages.shape[3])
+
+        def latents(found: Any, head: int, left: Any) -> tuple[jax.Array, jax.Array]:
+            key = _rows(found[...], left)
+            return key, key[:, :values]
+
+        return pages, latents
+    padded = heads // (2 * parts_of(kv, features))
+    return pages, lambda found, head, left: separated(found, head, padded, left)
+
+
+def _rows(found: jax.Array, left: Any) -> jax.Array:
+    """The rows [tokens, width] of `found` [pages, page_size, width]."""
+    number, page_size, width = found.shape
+    rows = found.reshape(number * page_size, width)
+    if rows.dtype.itemsize == 1:
+        rows = rows.astype(jnp.float32).astype(jnp.bfloat16)
+    there = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < left
+    return jnp.where(there, rows, jnp.zeros_like(rows))
 
 
 def separated(pages: Any, head: int, heads: int, left: Any) -> tuple[jax.Array, jax.Array]:

@@ -19,8 +19,8 @@ from ttpu_jax.ops.attention.blockwise import KeptRunning
 from ttpu_jax.ops.paged_attention import decode_kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.layout import LANES, parts_of
-from ttpu_jax.ops.paged_attention.page_rows import computed_dtype, rows_of_latents, separated
+from ttpu_jax.ops.paged_attention.layout import LANES, page_size_of, parts_of
+from ttpu_jax.ops.paged_attention.page_rows import Read, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
 from ttpu_jax.ops.paged_attention.query_blocks import KeyBlock, QueryBlocks, scalars_of, walk
 
@@ -79,38 +79,29 @@ def attend(
     alone = decode_kernel.attend_singles(query, kv, pieces, spec, kind, sinks=sinks, interpret=interpret)
     if batch.max_queries == 1:
         return alone
-    pages, page_size = kv.pages, kv.pages.shape[1]
-    width = pages.shape[3] * parts_of(kv, max(dim, spec.value_dim))
-    if kv.value_in_key:
-        pages = pages.reshape(len(pages), page_size, width)
+    width = kv.pages.shape[-1] * parts_of(kv, max(dim, spec.value_dim))
     value_features = -(-spec.value_dim // LANES) * LANES if kv.value_in_key else width
     x = decode_kernel.widened_queries(query, kv, spec)
-    read = partial(_read, padded=pages[0, 0].size // (2 * width), features=value_features)
+    pages, read = read_by_kernels(kv, width, value_features)
     mixed = []
     for first in range(0, group, BLOCK_ROWS // TILE):  # of more heads a block of 16 tokens would not fit
         members = slice(first, min(group, first + BLOCK_ROWS // TILE))
         shape = (heads, members.stop - first, width)
         page_block, size, taken = _block_sizes(kv, spec, pieces.table.shape[1], shape, value_features, tokens, kind)
         part = attend_blocks(
-            x[:, :, members], (pages,), read, pieces, spec, QueryBlocks.of(kind, tokens, size), page_block,
-            value_features=value_features, sinks=None if sinks is None else sinks[:, members],
+            x[:, :, members], (pages,), partial(_read, read), pieces, spec, QueryBlocks.of(kind, tokens, size),
+            page_size_of(kv), page_block, value_features=value_features,
+            sinks=None if sinks is None else sinks[:, members],
             vmem_bytes=max(USUAL_VMEM, taken * 5 // 4), interpret=interpret, name="paged_prompt_attention",
         )  # fmt: skip
         mixed.append(part[..., : spec.value_dim].astype(query.dtype))
     return alone + (mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2))
 
 
-def _read(pages: Sequence[Any], left: Any, *, padded: int, features: int) -> Callable[[int], BlockKeys]:
-    """The `Reader` of pages without scales, with places for `padded` KV heads."""
+def _read(read: Read, pages: Sequence[Any], left: Any) -> Callable[[int], BlockKeys]:
+    """The `Reader` of pages without scales."""
     (found,) = pages
-
-    def read(head: int) -> BlockKeys:
-        if len(found.shape) == 4:
-            return BlockKeys(*separated(found, head, padded, left))
-        key = rows_of_latents(found, left)
-        return BlockKeys(key, key[:, :features])
-
-    return read
+    return lambda head: BlockKeys(*read(found, head, left))
 
 
 def attend_blocks(
@@ -120,6 +111,7 @@ def attend_blocks(
     pieces: Pieces,
     spec: AttentionSpec,
     blocks: QueryBlocks,
+    page_size: int,
     page_block: int,
     *,
     value_features: int,
@@ -138,6 +130,7 @@ def attend_blocks(
         pieces: of the batch.
         spec: scale, softcap, window.
         blocks: the batch in blocks of queries.
+        page_size: tokens per page.
         page_block: pages of a block of keys.
         value_features: of values, as they are read: a multiple of 128.
         sinks: [heads, q_per_kv] logits of attention sinks, or None.
@@ -146,7 +139,7 @@ def attend_blocks(
         name: of the kernel.
     """
     tokens, heads, group, width = query.shape
-    page_size, size = sources[0].shape[1], blocks.size
+    size = blocks.size
     scalars = scalars_of(blocks, pieces, jnp.diff(pieces.starts) > 1, spec.window, page_size, page_block)
     # Rings (`ttpu_jax.ops.matmul.rings`) lay tokens within heads, and results are multiplied as rows of all heads.
     x = jnp.pad(query.transpose(1, 2, 0, 3).reshape(-1, tokens, width), ((0, 0), (0, blocks.padding), (0, 0)))
@@ -179,7 +172,7 @@ def attend_blocks(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True, vmem_limit_bytes=vmem_bytes
         ),
-        cost_estimate=_cost(query, sources, pieces, spec, blocks, page_block),
+        cost_estimate=_cost(query, sources, pieces, spec, blocks, page_size, page_block),
         interpret=interpret,
         name=name,
     )(*scalars, x, logits, *sources)
@@ -192,7 +185,7 @@ def _block_sizes(
     """Pages of a block of keys, of a table of `pages` columns, tokens of a block of queries, of `tokens`, where each
     token's queries have the `shape` (kv_heads, q_per_kv, width), and about the bytes of VMEM that these take."""
     heads, group, width = shape
-    page_size, item = kv.pages.shape[1], computed_dtype(kv.pages).itemsize
+    page_size, item = page_size_of(kv), computed_dtype(kv.pages).itemsize
     page_bytes = kv.pages.nbytes // len(kv.pages)
     most_keys = BLOCK_KEYS if spec.window is None or spec.window >= BLOCK_KEYS else WINDOW_KEYS
     page_block = max(1, min(pages, most_keys // page_size))
@@ -219,13 +212,19 @@ def _block_sizes(
 
 
 def _cost(
-    query: jax.Array, sources: Sequence[jax.Array], pieces: Pieces, spec: AttentionSpec, blocks: QueryBlocks, block: int
+    query: jax.Array,
+    sources: Sequence[jax.Array],
+    pieces: Pieces,
+    spec: AttentionSpec,
+    blocks: QueryBlocks,
+    page_size: int,
+    block: int,
 ) -> pl.CostEstimate:
     """What the kernel has to do where all sequences are equally long, and have as many tokens as their rows of the
     table, or all pages, have room for: each block of queries reads the keys up to its own, in halves of blocks of so
     many pages. Lengths are not known while a program is compiled."""
     tokens, heads, group, _ = query.shape
-    page_size, half = sources[0].shape[1], -(-block // 2)
+    half = -(-block // 2)
     pages = max(1, min(pieces.table.size, len(sources[0])) // len(pieces.lengths))
     seen = min(pages, pages - min(pages, tokens / page_size) / 2 + half / 2)
     if spec.window is not None:

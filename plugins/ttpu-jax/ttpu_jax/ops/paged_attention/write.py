@@ -13,7 +13,14 @@ from jax.sharding import PartitionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
-from ttpu_jax.ops.paged_attention.layout import heads_of, is_paired, page_size_of, rows_of, rows_of_pairs, takes_heads
+from ttpu_jax.ops.paged_attention.layout import (
+    heads_of,
+    is_paired,
+    page_size_of,
+    rows_of,
+    rows_of_pairs,
+    takes_heads,
+)
 
 
 def write(
@@ -35,13 +42,17 @@ def write(
         batch: the flat batch.
         context: the mesh, the axes that shard KV heads, the platform. On a TPU kernels write pages with values beside
             keys; without a context, none does.
-        by_kernel: let a kernel write pages that are not quantized to int8, else XLA's scatter.
+        by_kernel: let a kernel write combined pages that are not quantized to int8, else XLA's scatter.
         heads_outside: keys and values are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
     """
     on_tpu = context is not None and context.platform == "tpu"
     if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
         assert context is not None
         return _by_int8_kernel(kv, key, value, batch, context)
+    if on_tpu and not kv.combined:  # always by a kernel: XLA would copy all pages to write some rows of tiles
+        assert context is not None
+        new = heads_of(kv, key) if value is None else heads_of(kv, key, value)
+        return replace(kv, pages=_by_kernel(kv, new, batch, context))
     by_kernel = by_kernel and on_tpu and kv.scales is None
     if by_kernel and value is not None and heads_outside and takes_heads(kv):
         assert context is not None
@@ -90,16 +101,17 @@ def _whole_rows(kv: PagedKV) -> bool:
 def _by_kernel(
     kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, context: AttentionContext
 ) -> jax.Array:
-    """The pages with what is new in the tokens' slots: rows [tokens, rows, width], or keys and values [kv_heads,
-    tokens, features]."""
-    from ttpu_jax.ops.paged_attention import page_write
+    """The pages with what is new in the tokens' slots: rows [tokens, rows, width], or what `heads_of` gives."""
+    from ttpu_jax.ops.paged_attention import page_write, tile_write
 
     single = batch.max_queries == 1
-    run = partial(page_write.write_rows if len(new) == 1 else page_write.write_heads, single=single)
+    writer = page_write.write_rows if len(new) == 1 else page_write.write_heads
+    run = partial(writer if kv.combined else tile_write.write_tiles, single=single)
+    by_heads = not kv.combined or len(new) == 2
     if context.mesh is not None:
         heads = context.head_axes or None
         of_pages, whole = PartitionSpec(None, None, heads), PartitionSpec()
-        of_new = PartitionSpec(None, heads) if len(new) == 1 else PartitionSpec(heads)
+        of_new = PartitionSpec(heads) if by_heads else PartitionSpec(None, heads)
         run = jax.shard_map(  # the compiler cannot shard the kernel
             run,
             mesh=context.mesh,

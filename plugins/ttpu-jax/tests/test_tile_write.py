@@ -1,0 +1,103 @@
+"""The kernel that writes keys and values into split pages of 8 bits, in the interpreter, against the plain version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from paged_cases import LATENTS, Ragged, TpuPlacement, ragged
+
+from ttpu_core.spec import AttentionSpec, axes
+from ttpu_jax.ops.attention import AttentionContext
+from ttpu_jax.ops.paged_attention import empty_pages, page_bytes, tile_write, write
+
+PAGE = 64
+ONE = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=128)
+TWO = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=80)
+THREE = AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=128, v_head_dim=96)
+DECODE = ragged([1] * 6, [1, 32, 33, 64, 65, 130], page_size=PAGE, pages=4, sequences=8, tokens=8)
+MIXED = ragged([1, 70, 1, 33, 3, 7, 200], [64, 75, 8, 64, 3, 39, 256], page_size=PAGE, pages=4, sequences=9, tokens=330)
+"""Prompts that begin and end inside tiles, one that is whole tiles, and several in one tile of the batch."""
+NOTHING = ragged([], [], page_size=PAGE, pages=4, sequences=2, tokens=2, max_queries=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "spec", "devices"),
+    [
+        (DECODE, ONE, 1),
+        (DECODE, LATENTS, 1),
+        (DECODE, TWO, 2),
+        (MIXED, ONE, 1),
+        (MIXED, LATENTS, 1),
+        (MIXED, TWO, 2),
+        (MIXED, THREE, 1),
+        (NOTHING, ONE, 1),
+    ],
+)
+def test_the_kernel_writes_the_bits_of_the_plain_version(
+    case: Ragged, spec: AttentionSpec, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The null page aside, into which only the plain version writes padding."""
+    monkeypatch.setattr(tile_write, "BLOCK_BYTES", 2**17)  # of a few tiles
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",), axis_types=(AxisType.Auto,)) if devices > 1 else None
+    placement, rng, in_key = TpuPlacement(mesh), np.random.default_rng(0), spec is LATENTS
+    kv = empty_pages(spec, 1 + max(case.num_pages, 2), PAGE, placement, jnp.float8_e4m3fn, value_in_key=in_key)
+    assert not kv.combined
+    kv = replace(kv, pages=jnp.asarray(rng.standard_normal(kv.pages.shape), kv.pages.dtype))
+    key, value = (
+        jnp.asarray(rng.standard_normal((case.tokens, spec.num_kv_heads, dim)), jnp.bfloat16)
+        for dim in (spec.head_dim, spec.value_dim)
+    )
+    key = key.at[0, 0, 0].set(1000)  # more than 8 bits hold, which are NaN unless they are clipped
+    value = None if in_key else value
+    wanted = jax.jit(write)(kv, key, value, case.batch)
+    context = AttentionContext(
+        mesh=mesh, head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads), platform="tpu"
+    )
+    monkeypatch.setattr(tile_write, "write_tiles", partial(tile_write.write_tiles, interpret=True))
+    found = jax.jit(partial(write, context=context))(kv, key, value, case.batch)
+    assert found.pages.dtype == wanted.pages.dtype
+    assert np.isfinite(np.asarray(wanted.pages, np.float32)).all()
+    np.testing.assert_array_equal(np.asarray(found.pages[1:], np.float32), np.asarray(wanted.pages[1:], np.float32))
+    assert (np.asarray(found.pages, np.float32) != np.asarray(kv.pages, np.float32)).any() == bool(case.real)
+
+
+def test_no_number_of_one_sequence_reaches_another_one() -> None:
+    """Which shares the registers that new tokens are read in."""
+    case = ragged([2, 3], [2, 3], page_size=PAGE, pages=1)
+    kv = empty_pages(ONE, 4, PAGE, TpuPlacement(), jnp.float8_e4m3fn)
+    key = jnp.ones((5, 1, 128), jnp.bfloat16).at[1].set(jnp.nan)
+    context = AttentionContext(mesh=None, head_axes=(), platform="tpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_write, "write_tiles", partial(tile_write.write_tiles, interpret=True))
+        found = jax.jit(partial(write, context=context))(kv, key, key, case.batch)
+    pages = np.asarray(found.pages, np.float32)
+    first, second = np.asarray(case.batch.tables[0])[:, 0]
+    assert np.isnan(pages[first, :, 0, 1]).all()
+    assert (pages[first, :, 0, 0] == 1).all()
+    assert (pages[second, :, 0, :3] == 1).all()
+    assert not pages[second, :, 0, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_size", "in_key", "devices", "features"),
+    [
+        (ONE, 32, False, 1, 2 * 128),
+        (TWO, 32, False, 2, 2 * 2 * 128),
+        (LATENTS, 32, True, 1, 3 * 128),
+        (AttentionSpec(4, 2, 128), 32, False, 1, 2 * 2 * 128),  # combined rows leave no place empty
+        (AttentionSpec(4, 1, 256), 32, False, 1, 2 * 256),  # nor do parts of wide heads
+        (ONE, 16, False, 1, 2 * 2 * 128),  # half a tile: combined, with a head of zeros
+    ],
+)
+def test_pages_of_8_bits_hold_no_more_than_they_must(
+    spec: AttentionSpec, page_size: int, in_key: bool, devices: int, features: int
+) -> None:
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",), axis_types=(AxisType.Auto,)) if devices > 1 else None
+    found = page_bytes(spec, page_size, TpuPlacement(mesh), jnp.float8_e4m3fn, value_in_key=in_key)
+    assert found == (page_size * features, devices)
