@@ -53,7 +53,12 @@ NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gi
               a_repetition_penalty_changes parts_of_a_prompt_share text_gives_text_and_ids \
               a_transformers_streamer every_event_has_its_logprobs a_token_does_not_depend_on_those \
               tokens_that_a_mesh_does_not_divide the_router_can_read in_bfloat16_results \
-              frequencies_match a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays
+              frequencies_match a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays \
+              rows_that_nobody_sends rows_that_have_no_room all_tokens_may_choose tokens_that_the_mesh_does \
+              computing_all_again keys_and_values_in_pairs what_is_not_finite_stays as_near_as_bfloat16 \
+              heads_that_do_not_fit_one_block two_cores_take_turns pages_hold_the_same opened_to_train \
+              padding_that_a_kernel_leaves last_token_alone a_sharded_ring_too attended_to_in_blocks_with \
+              the_same_bit_for_bit_alone split_pages_have
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests plugins/ttpu-any/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check

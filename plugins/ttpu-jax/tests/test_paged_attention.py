@@ -268,9 +268,9 @@ def kernel_as_described(
 
 
 def test_padding_that_the_kernel_leaves_in_decode_steps_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float8 pages and steps without our own kernel come to it. Layers clear other steps themselves."""
+    """Steps without our own kernels come to it. Layers clear other steps themselves."""
     query, keys, values, _ = numbers(DECODE, GQA)
-    kv = filled(DECODE, GQA, keys, values)
+    kv = replace(filled(DECODE, GQA, keys, values), combined=1)
     padding = np.asarray(DECODE.batch.positions) < 0
     monkeypatch.setattr(api, "serves", lambda *_, **__: None)
 

@@ -49,15 +49,16 @@ ALIGNED = [32, 16, 16], [32, 80, 16]
 """Prompts that end where blocks end."""
 CASES = {
     "groups of query heads": (GQA, step(*PROMPTS)),
-    "one head of 256": (WIDE, step(*PROMPTS)),
     "three heads of 256": (AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=256), step(*PROMPTS)),
     "heads of 512, narrower values": (AttentionSpec(2, 1, 512, v_head_dim=320), step(*PROMPTS)),
     "window": (replace(WIDE, window=35), step(*PROMPTS, window=35)),
     "window of one page": (replace(GQA, window=PAGE), step(*PROMPTS, window=PAGE)),
     "chunk": (replace(GQA, chunk=2 * PAGE), step(*PROMPTS)),
-    "softcap, scale": (replace(WIDE, logit_softcap=3.0, scale=0.3), step(*PROMPTS)),
     "sinks": (replace(GQA, sinks=True), step(*PROMPTS)),
-    "sinks, softcap and a window": (replace(WIDE, sinks=True, logit_softcap=3.0, window=5), step(*PROMPTS, window=5)),
+    "sinks, softcap, scale and a window": (
+        replace(WIDE, sinks=True, logit_softcap=3.0, scale=0.3, window=5),
+        step(*PROMPTS, window=5),
+    ),
     "latents": (LATENTS, step(*PROMPTS)),
     "whole blocks": (GQA, step(*ALIGNED, tokens=64)),
     "one prompt": (WIDE, step([100], [100])),

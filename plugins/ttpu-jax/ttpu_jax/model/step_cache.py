@@ -318,7 +318,8 @@ class PagedCache:
             pages.
         batch: the sequence of each token, and the page table and state slot of each sequence.
         placement: of the pages.
-        kernels: whether kernels write pages that are not quantized, else XLA's scatter.
+        kernels: whether kernels write combined pages that are not quantized, else XLA's scatter. Split pages are always
+            written by one.
         in_ring: the devices of a ring exchange the tokens' rows, and lay keys and values out with tokens within heads.
     """
 

@@ -41,7 +41,7 @@ def paged_attention(
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         context: the mesh, the axes that shard KV heads, the platform.
-        own: use our kernels for pages without scales; False leaves these to JAX's kernel or the reference.
+        own: use our kernels for combined pages without scales; False leaves these to JAX's kernel or the reference.
 
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; those of padding tokens may be no
@@ -50,7 +50,8 @@ def paged_attention(
     kept = kv.pages.dtype
     small = unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
     readable = small and limits.unserved_pages(kv) is None
-    ours = own and readable and serves_own(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
+    own = (own or not kv.combined) and readable
+    ours = own and serves_own(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
     other = small and bool(kv.combined) and serves(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
     few = ours and limits.unserved_step(spec, batch, len(query)) is None
     kind = device_kind(context) if ours or other else ""

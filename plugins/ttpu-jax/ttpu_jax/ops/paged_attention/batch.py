@@ -64,7 +64,7 @@ class PagedKV:
         scales: scales of quantized entries, or None.
         group: the page group, an index into `RaggedBatch.tables` and `slots`. Static.
         value_in_key: whether values are the first features of the keys. Static.
-        combined: 0 for split pages. For combined pages, where all heads of a token lie together as on TPUs
+        combined: 0 for split pages. For combined pages, where all heads of a token lie together, as in most on TPUs
             (`layout`), the number of devices that share the heads. Static.
     """
 

@@ -45,7 +45,7 @@ def attend(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: combined pages.
+        kv: pages without scales.
         batch: a step that `unserved_step` accepts.
         spec: the layer's attention.
         kind: the device kind.
@@ -83,7 +83,7 @@ def attend_singles(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: combined pages.
+        kv: pages without scales.
         pieces: of the batch.
         spec: the layer's attention.
         kind: the device kind.

@@ -2,8 +2,8 @@
 
 Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for keys and one for values, or one plane
 for both. Products on a CPU need this layout, one product per KV head. TPUs have it for pages in float8 whose combined
-rows would leave places empty, with dim a multiple of 128: of one KV head on each device, and of latents. There four
-tokens share a register, so that a kernel writes whole tiles (`tile_write`).
+rows would need heads of zeros, with dim a multiple of 128: of one KV head on each device, and of latents. Their pages
+have a multiple of 32 tokens, the tokens of a tile, and a kernel writes whole tiles (`tile_write`).
 
 Combined pages are [pages, page_size, kv_heads * planes, dim], each head's key before its value, with dim a multiple of
 128. JAX's kernel needs this layout, and XLA:TPU writes tokens into it without copying all pages. Both need whole tiles,
@@ -168,10 +168,13 @@ def takes_heads(kv: PagedKV) -> bool:
 
 def heads_of(kv: PagedKV, *new: jax.Array) -> tuple[jax.Array, ...]:
     """Keys, and values where they are apart, [tokens, kv_heads, features] each, as kernels take them that put rows in
-    order: [kv_heads, tokens, features]. Those of split pages round them."""
+    order: [kv_heads, tokens, features]. The kernel for split pages rounds them itself."""
     width = kv.pages.shape[-1] * parts_of(kv, max(each.shape[-1] for each in new))
-    rounded = new if not kv.combined else [each.astype(kv.pages.dtype) for each in new]
-    return tuple(widened(each, width).swapaxes(0, 1) for each in rounded)
+    if kv.combined:
+        kept = [each.astype(kv.pages.dtype) for each in new]
+    else:  # kernels read no float16
+        kept = [each.astype(jnp.float32) if each.dtype == jnp.float16 else each for each in new]
+    return tuple(widened(each, width).swapaxes(0, 1) for each in kept)
 
 
 def _beside(kv: PagedKV, planes: jax.Array, parts: int) -> jax.Array:
@@ -276,11 +279,16 @@ def _combined(
     if placement.platform != "tpu":
         return 0
     ways = _ways(spec, placement)
-    if dtype != jnp.float8_e4m3fn or page_size % TILE_TOKENS or spec.alibi is not None:
+    if dtype != jnp.float8_e4m3fn or page_size % TILE_TOKENS:
         return ways
-    width = -(-max(spec.head_dim, spec.value_dim) // LANES)
-    own, parts = spec.num_kv_heads // ways, width if width * LANES in SPLIT else 1
-    return 0 if value_in_key or padded_heads(own, dtype, parts) > own else ways
+    own = spec.num_kv_heads // ways
+    return 0 if padded_heads(own, dtype, _parts(spec, value_in_key)) > own else ways
+
+
+def _parts(spec: AttentionSpec, value_in_key: bool) -> int:
+    """Parts into which combined pages without scales split the features of a head."""
+    width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
+    return width // LANES if width in SPLIT and not value_in_key else 1
 
 
 def _shape(
@@ -304,7 +312,7 @@ def _shape(
             rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)
             return (num_pages, page_size, rows, LANES), logical
         if planes == 2:
-            parts = width // LANES if width in SPLIT else 1
+            parts = _parts(spec, value_in_key)
             heads = parts * combined * padded_heads(heads // combined, dtype, parts)
             width //= parts
         return (num_pages, page_size, heads * planes, width), logical

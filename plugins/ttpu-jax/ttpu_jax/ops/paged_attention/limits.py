@@ -29,7 +29,7 @@ def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str
 
 
 def unserved_pages(kv: PagedKV) -> str | None:
-    """Why the kernels do not read these pages, of a layer that they serve, or None."""
+    """Why the kernels do not read these pages, even if they serve the layer, or None."""
     if kv.value_in_key and kv.combined and kv.pages.dtype.itemsize == 1:
         return f"pages of latents in 8 bits must have a multiple of {TILE_TOKENS} tokens"
     return None

@@ -67,7 +67,7 @@ def attend(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: combined pages that the decode kernel reads.
+        kv: pages without scales that the decode kernel reads.
         batch: the flat batch.
         spec: the layer's attention.
         kind: the device kind.
@@ -199,7 +199,9 @@ def _block_sizes(
         split = 6 if item == 4 else 0  # a product of float32 is one of three parts in bfloat16
         scores = min(rows, 2 * INTERLEAVED) * keys * (8 + item + split)
         packed = 16 if kv.pages.dtype.itemsize == 1 else 8  # rows in words of 32 bits, and as float32
-        separate = keys * width * (split + (item if kv.value_in_key else packed + 2 * item))
+        apart = kv.combined and not kv.value_in_key
+        whole = item + (4 if kv.pages.dtype.itemsize == 1 else 0)  # which are float32 before they are bfloat16
+        separate = keys * width * (split + (packed + 2 * item if apart else whole * (1 if kv.value_in_key else 2)))
         return 2 * page_block * page_bytes + state + blocks + scores + separate
 
     most = VMEM_BYTES.get(kind, MOST_VMEM)

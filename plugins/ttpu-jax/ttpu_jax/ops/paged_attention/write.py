@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -40,8 +39,8 @@ def write(
         key: [tokens, kv_heads, head_dim].
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
         batch: the flat batch.
-        context: the mesh, the axes that shard KV heads, the platform. On a TPU kernels write pages with values beside
-            keys; without a context, none does.
+        context: the mesh, the axes that shard KV heads, the platform. On a TPU kernels write split pages, and those
+            with values beside keys; without a context, none does.
         by_kernel: let a kernel write combined pages that are not quantized to int8, else XLA's scatter.
         heads_outside: keys and values are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
     """
@@ -104,10 +103,19 @@ def _by_kernel(
     """The pages with what is new in the tokens' slots: rows [tokens, rows, width], or what `heads_of` gives."""
     from ttpu_jax.ops.paged_attention import page_write, tile_write
 
-    single = batch.max_queries == 1
-    writer = page_write.write_rows if len(new) == 1 else page_write.write_heads
-    run = partial(writer if kv.combined else tile_write.write_tiles, single=single)
-    by_heads = not kv.combined or len(new) == 2
+    single, by_heads = batch.max_queries == 1, not kv.combined or len(new) == 2
+    slots, starts = batch.slots[kv.group], batch.query_starts
+    owners = slots if single else batch.rows  # in the former case nobody reads them
+
+    def run(
+        pages: jax.Array, new: tuple[jax.Array, ...], slots: jax.Array, owners: jax.Array, starts: jax.Array
+    ) -> jax.Array:
+        if not kv.combined:
+            return tile_write.write_tiles(pages, *new, slots=slots, starts=starts, single=single)
+        if len(new) == 1:
+            return page_write.write_rows(pages, new[0], slots, owners, starts, single=single)
+        return page_write.write_heads(pages, new[0], new[1], slots, owners, starts, single=single)
+
     if context.mesh is not None:
         heads = context.head_axes or None
         of_pages, whole = PartitionSpec(None, None, heads), PartitionSpec()
@@ -115,13 +123,11 @@ def _by_kernel(
         run = jax.shard_map(  # the compiler cannot shard the kernel
             run,
             mesh=context.mesh,
-            in_specs=(of_pages, *[of_new for _ in new], whole, whole, whole),
+            in_specs=(of_pages, of_new, whole, whole, whole),
             out_specs=of_pages,
             check_vma=False,
         )
-    slots = batch.slots[kv.group]
-    owners = slots if single else batch.rows  # in the former case nobody reads them
-    written: jax.Array = run(kv.pages, *new, slots, owners, batch.query_starts)
+    written: jax.Array = run(kv.pages, new, slots, owners, starts)
     return written
 
 
