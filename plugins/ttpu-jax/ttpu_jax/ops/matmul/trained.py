@@ -106,7 +106,7 @@ def _backward(
     gradients = tuple(gradient.astype(x.dtype) for gradient in gradients)
     if ring is not None and ring.by_compiler:
         # Else XLA:TPU transposes gradients for the product with x, and with them all that is kept to compute them.
-        gradients = tuple(with_layout_constraint(one, Layout(tuple(range(one.ndim)))) for one in gradients)
+        gradients = tuple(_laid_out(one, ring) for one in gradients)
     leading = x.ndim - 1
     outputs = tuple(range(leading, gradients[0].ndim)), tuple(range(kernels[0].ndim - 1))
     wide = x.dtype if len(gradients) == 1 else jnp.float32
@@ -127,6 +127,29 @@ def _backward(
 trained_products.defvjp(_forward, _backward)
 
 
+def _laid_out(x: jax.Array, ring: GradientRing) -> jax.Array:
+    """x, the gradient of a product, [..., *out] in the order of its dimensions on each device."""
+
+    def local(own: jax.Array) -> jax.Array:
+        return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
+
+    of_outputs, _ = _specs(ring)
+    if not any(of_outputs[len(ring.rows) :]):
+        return local(x)  # `shard_map` would make a step of v6e:4x4 a fifth longer
+    # Where another axis shards outputs, the compiler would gather x from all devices for the constraint.
+    on_devices = jax.shard_map(local, mesh=ring.mesh, in_specs=of_outputs, out_specs=of_outputs, check_vma=False)
+    found: jax.Array = on_devices(x)
+    return found
+
+
+def _specs(ring: GradientRing) -> tuple[PartitionSpec, PartitionSpec]:
+    """How the gradients of a product [..., *out] and its inputs [..., in] are sharded."""
+    taken = {axis for each in ring.rows for axis in each}
+    whole = [tuple(axis for axis in each if axis not in taken) or None for each in ring.kernel]
+    rows = [each or None for each in ring.rows]
+    return PartitionSpec(*rows, *whole[:-1]), PartitionSpec(*rows, whole[-1])
+
+
 def _summed_in_ring(gradients: tuple[jax.Array, ...], x: jax.Array, ring: GradientRing) -> tuple[jax.Array, ...]:
     """The gradient of each kernel [*out, in], each device its own part.
 
@@ -135,14 +158,12 @@ def _summed_in_ring(gradients: tuple[jax.Array, ...], x: jax.Array, ring: Gradie
         x: [..., in].
         ring: the devices.
     """
+    of_outputs, of_inputs = _specs(ring)
     taken = {axis for each in ring.rows for axis in each}
-    whole = [tuple(axis for axis in each if axis not in taken) or None for each in ring.kernel]
-    rows = [each or None for each in ring.rows]
-    of_outputs, of_inputs = PartitionSpec(*rows, *whole[:-1]), PartitionSpec(*rows, whole[-1])
     others, count = tuple(sorted(taken - {ring.axis})), ring.mesh.shape[ring.axis]
 
     def local(gradients: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
-        shape = (*gradients[0].shape[len(rows) :], x.shape[-1])
+        shape = (*gradients[0].shape[len(ring.rows) :], x.shape[-1])
         outputs = [gradient.reshape(-1, prod(shape[:-1])) for gradient in gradients]
         if len(outputs) > 1:  # in one shape also where the compiler made them, so that their products share their code
             outputs = list(jax.lax.optimization_barrier(tuple(outputs)))
