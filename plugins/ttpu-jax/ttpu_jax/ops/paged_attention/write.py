@@ -12,14 +12,7 @@ from jax.sharding import PartitionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
-from ttpu_jax.ops.paged_attention.layout import (
-    heads_of,
-    is_paired,
-    page_size_of,
-    rows_of,
-    rows_of_pairs,
-    takes_heads,
-)
+from ttpu_jax.ops.paged_attention.layout import heads_of, is_paired, page_size_of, rows_of, rows_of_pairs, takes_heads
 
 
 def write(
