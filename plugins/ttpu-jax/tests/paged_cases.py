@@ -206,14 +206,26 @@ def tpu_pages(
     kv = empty_pages(spec, case.num_pages, size, placement or TpuPlacement(), dtype, value_in_key=in_key)
     if not case.lengths:
         return kv
-    values = None if in_key else jnp.asarray(values, dtype)
-    return jax.jit(write)(kv, jnp.asarray(keys, dtype), values, whole(case).batch)
+    given = jnp.bfloat16 if dtype == jnp.int8 else dtype
+    values = None if in_key else jnp.asarray(values, given)
+    return jax.jit(write)(kv, jnp.asarray(keys, given), values, whole(case).batch)
 
 
 def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
-    """`kv` with NaN in what nobody owns, and behind each sequence's end, where a page's last owner left it."""
+    """`kv` with NaN in what nobody owns, and behind each sequence's end, where a page's last owner left it. Integers
+    have NaN as their scales."""
     pages, table = np.array(kv.pages, np.float32), np.asarray(case.batch.tables[0])
-    pages[NULL_PAGE], size = np.nan, case.batch.page_size
+    size = case.batch.page_size
+    if kv.scales is not None:
+        scales = np.array(kv.scales)  # [pages, tiles, 1, kv_heads * 128], where a head has 32 of keys, then of values
+        tiles = scales.reshape(*scales.shape[:2], -1, 4, 32)
+        by_token = tiles.transpose(0, 1, 4, 2, 3).reshape(len(scales), size, -1, 4)
+        by_token[NULL_PAGE], by_token[..., 1 if kv.value_in_key else 2 :] = np.nan, np.nan
+        for row, length in enumerate(case.lengths):
+            by_token[table[row, (length - 1) // size], (length - 1) % size + 1 :] = np.nan
+        turned = by_token.reshape(*scales.shape[:2], 32, -1, 4).transpose(0, 1, 3, 4, 2).reshape(scales.shape)
+        return replace(kv, scales=jnp.asarray(turned))
+    pages[NULL_PAGE] = np.nan
     for row, length in enumerate(case.lengths):
         page, after = table[row, (length - 1) // size], (length - 1) % size + 1
         pages[(page, slice(after, None)) if kv.combined else (page, ..., slice(after, None), slice(None))] = np.nan
@@ -228,9 +240,9 @@ IN_SPLIT_PAGES = {
     "three heads": AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=128, v_head_dim=96),
     "latents": LATENTS,
 }
-"""Layers whose pages are split where they are in float8 and have a multiple of 32 tokens."""
+"""Layers whose pages are split where they are in float8 or int8 and have a multiple of 32 tokens."""
 Kernel = Callable[..., jax.Array]
-"""`attend` of a kernel for pages without scales, run in the interpreter."""
+"""`attend` of a kernel for pages without scales, or for split ones, run in the interpreter."""
 
 
 def kernel_and_reference(
@@ -248,14 +260,16 @@ def kernel_and_reference(
     return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
 
 
-def assert_split_pages_are_read(kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int]) -> None:
-    """The kernel's result is the reference's over pages of 32 tokens in float8, which are split."""
+def assert_split_pages_are_read(
+    kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int], dtype: Any
+) -> None:
+    """The kernel's result is the reference's over pages of 32 tokens in 8 bits, which are split."""
     spec = IN_SPLIT_PAGES[name]
     case = ragged(
         counts, lengths, page_size=32, pages=5, sequences=len(counts) + 2, tokens=sum(counts) + 2,
         window=spec.window, max_queries=max(counts),
     )  # fmt: skip
-    found, wanted = kernel_and_reference(kernel, spec, case, jnp.float8_e4m3fn)
+    found, wanted = kernel_and_reference(kernel, spec, case, dtype)
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 

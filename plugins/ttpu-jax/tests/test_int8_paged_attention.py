@@ -60,10 +60,10 @@ def filled(case: Ragged, spec: AttentionSpec, keys: Any, values: Any, placement:
     ("case", "spec", "digits"),
     [
         (drawn(1, decode=True), AttentionSpec(8, 2, 128), True),
-        (drawn(2, window=40), AttentionSpec(6, 3, 64, window=40, logit_softcap=3.0, sinks=True), True),
-        (drawn(3), AttentionSpec(3, 1, 256, v_head_dim=192, chunk=64), False),
+        (drawn(2, window=40), AttentionSpec(8, 4, 64, window=40, logit_softcap=3.0, sinks=True), True),
+        (drawn(3), AttentionSpec(6, 2, 256, v_head_dim=192, chunk=64), False),
     ],
-    ids=["decode", "window, softcap, sinks, three heads", "chunk, 256 features, no integers"],
+    ids=["decode", "window, softcap, sinks, four heads", "chunk, 256 features, no integers"],
 )
 def test_the_kernels_give_what_the_plain_version_gives(
     case: Ragged, spec: AttentionSpec, digits: bool, monkeypatch: pytest.MonkeyPatch
@@ -91,12 +91,12 @@ def test_the_kernels_give_what_the_plain_version_gives(
 
 
 def test_paired_pages_of_several_devices_hold_each_devices_heads() -> None:
-    spec, case = AttentionSpec(4, 2, 256), drawn(4)
+    spec, case = AttentionSpec(8, 4, 256), drawn(4)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
     placement = TpuPlacement(mesh)
     query, keys, values, _ = numbers(case, spec)
     alone, shared = filled(case, spec, keys, values), filled(case, spec, keys, values, placement)
-    heads = placement.mesh_axes(axes.KV_HEADS, 2)
+    heads = placement.mesh_axes(axes.KV_HEADS, 4)
     assert shared.scales is not None and shared.scales.sharding.shard_shape(shared.scales.shape)[1] == 1
     found = [
         jax.jit(lambda kv, context=context: paged_attention(jnp.asarray(query), kv, case.batch, spec, context=context))(
@@ -121,11 +121,10 @@ def written(kv: PagedKV, case: Ragged, keys: np.ndarray, values: np.ndarray) -> 
         page, offset = divmod(int(slot), PAGE)
         for device in range(devices):
             for local in range(2 * pairs):
-                head = device * heads // devices + local if local < heads // devices else None
+                head = device * heads // devices + local
                 for plane, x in enumerate((keys, values)):
                     row = np.zeros(halves * 128, np.float32)
-                    if head is not None:
-                        row[: x.shape[2]] = x[token, head].astype(np.float32)
+                    row[: x.shape[2]] = x[token, head].astype(np.float32)
                     scale = np.maximum(np.abs(row).max(), np.float32(1e-30)) / np.float32(127)
                     scale = scale.astype(jnp.bfloat16).astype(np.float32)
                     entry = 2 * (local % 2) + plane
@@ -140,11 +139,11 @@ def written(kv: PagedKV, case: Ragged, keys: np.ndarray, values: np.ndarray) -> 
 @pytest.mark.parametrize(
     ("case", "spec", "dtype", "devices"),
     [
-        (drawn(5, decode=True), AttentionSpec(6, 3, 256, v_head_dim=192), jnp.float32, 1),
+        (drawn(5, decode=True), AttentionSpec(8, 4, 256, v_head_dim=192), jnp.float32, 1),
         (drawn(6, window=40), AttentionSpec(4, 2, 64, window=40), jnp.bfloat16, 1),
-        (drawn(7), AttentionSpec(8, 8, 128), jnp.bfloat16, 8),
+        (drawn(7), AttentionSpec(16, 16, 128), jnp.bfloat16, 8),
     ],
-    ids=["decode, 256 features, three heads", "window, chunked prefill", "8 devices"],
+    ids=["decode, 256 features, four heads", "window, chunked prefill", "8 devices"],
 )
 def test_the_kernel_that_writes_gives_the_bits_of_the_plain_version(
     case: Ragged, spec: AttentionSpec, dtype: Any, devices: int, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def compiled(
     for pages in jax.tree.leaves(kv):
         shape = ",".join(map(str, pages.sharding.shard_shape(pages.shape)))
         assert f"[{shape}]" in program.hlo_text
-        if len(pages.shape) == 3:  # the scales of pages, which may lie in VMEM
+        if len(pages.shape) == 3:  # the scales of paired pages, which may lie in VMEM
             continue
         assert not re.search(rf"= \(?\w+\[{shape}\].* copy(-start)?\(", program.hlo_text), "all pages are copied"
     assert "while(" not in program.hlo_text or not number_of_kernels(program), "tokens are written one by one"
@@ -185,18 +185,31 @@ def test_pages_in_float8_have_our_kernels_where_chips_have_no_float8_too(topolog
 
 
 @pytest.mark.parametrize(
-    ("topology_name", "spec", "step", "features"),
-    [("v5e:2x4", LLAMA, MIXED, 8 * 2 * 128), ("v4:1x1x1", LATENTS, MIXED, 640), ("v6e:1x1", LATENTS, DECODE, 640)],
-    ids=["a head on each device", "latents", "latents in a decode step"],
+    ("topology_name", "spec", "step", "features", "dtype"),
+    [
+        ("v5e:2x4", LLAMA, MIXED, 8 * 2 * 128, "float8_e4m3fn"),
+        ("v4:1x1x1", LATENTS, MIXED, 640, "float8_e4m3fn"),
+        ("v6e:1x1", LATENTS, DECODE, 640, "float8_e4m3fn"),
+        ("v5e:2x4", LLAMA, MIXED, 8 * 2 * 128, "int8"),
+        ("v6e:1x1", LATENTS, MIXED, 640, "int8"),
+        ("v5p:1x1x1", AttentionSpec(6, 3, 128), DECODE, 3 * 2 * 128, "int8"),
+        ("tpu7x:1x1x1", AttentionSpec(6, 1, 384, window=512), DECODE, 2 * 384, "int8"),
+    ],
+    ids=[
+        "a head on each device", "latents", "latents in a decode step", "int8", "latents in int8", "three heads",
+        "a head of three parts",
+    ],
 )
-def test_pages_in_float8_leave_no_place_empty(
-    topology_name: str, spec: AttentionSpec, step: tuple[int, int], features: int
+def test_pages_of_8_bits_leave_no_place_empty(
+    topology_name: str, spec: AttentionSpec, step: tuple[int, int], features: int, dtype: str
 ) -> None:
-    program = compiled(topology_name, spec, step, "float8_e4m3fn", value_in_key=spec == LATENTS)
+    """Scales have room for two planes more than keys and values."""
+    program = compiled(topology_name, spec, step, dtype, value_in_key=spec == LATENTS)
     assert "%page_write" in program.hlo_text and "scatter" not in program.hlo_text
     assert number_of_kernels(program) == 1 + (step == MIXED)
-    ways = 1 if spec == LATENTS else len(program.topology.devices)
-    assert program.alias_bytes == PAGES * PAGE_SIZE * features // ways
+    ways = len(program.topology.devices) if spec == LLAMA else 1
+    scales = 4 * spec.num_kv_heads * 4 if dtype == "int8" else 0
+    assert program.alias_bytes == PAGES * PAGE_SIZE * (features + scales) // ways
 
 
 def test_split_pages_have_our_kernels_also_where_others_are_asked_for() -> None:
@@ -207,20 +220,20 @@ def test_split_pages_have_our_kernels_also_where_others_are_asked_for() -> None:
 
 def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:
     """The second layer is gemma-3's, with heads of 256 features."""
-    assert number_of_kernels(compiled("v5e:2x4", LLAMA, SHORT, "int8")) == 3
-    wide = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=256, window=1024)
+    assert number_of_kernels(compiled("v5e:2x2", LLAMA, SHORT, "int8")) == 3
+    wide = AttentionSpec(num_heads=32, num_kv_heads=16, head_dim=256, window=1024)
     program = compiled("v6e:2x4", wide, DECODE, "int8")
     assert number_of_kernels(program) == 2 and "scatter" not in program.hlo_text
     least = least_times(program)
     size, ways = page_bytes(wide, PAGE_SIZE, Placement(), "int8")[0], 8
-    in_window = SEQUENCES * (1024 // PAGE_SIZE + 1)  # pages of half a pair of heads a device, the other half zeros
-    assert least["int8_paged_attention_single"] == pytest.approx(2 * in_window * size / ways / 1640e9, rel=0.02)
+    in_window = SEQUENCES * (1024 // PAGE_SIZE + 1)
+    assert least["int8_paged_attention_single"] == pytest.approx(in_window * size / ways / 1640e9, rel=0.02)
     assert 0 < (least["int8_page_write"] or 0.0) < 1e-6
 
 
 @pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5p:1x1x1", "tpu7x:1x1x1"])
 def test_kernels_for_int8_pages_compile_for_every_generation(topology_name: str) -> None:
-    spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128)
+    spec = AttentionSpec(num_heads=16, num_kv_heads=4, head_dim=128)
     assert number_of_kernels(compiled(topology_name, spec, MIXED, "int8")) == 3
 
 

@@ -109,9 +109,10 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("name", IN_SPLIT_PAGES)
-def test_split_pages_have_each_heads_tokens_together(name: str) -> None:
-    assert_split_pages_are_read(decode_kernel.attend, name, [1] * 6, [1, 32, 33, 70, 160, 150])
+def test_split_pages_have_each_heads_tokens_together(name: str, dtype: str) -> None:
+    assert_split_pages_are_read(decode_kernel.attend, name, [1] * 6, [1, 32, 33, 70, 160, 150], jnp.dtype(dtype))
 
 
 def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None:
@@ -140,13 +141,14 @@ def test_devices_that_do_not_share_the_heads_hold_all_rows() -> None:
     [
         (WIDE, "bfloat16", False, None),
         (WIDE, "float32", False, None),
-        (WIDE, "int8", False, "do not read int8"),
+        (WIDE, "int8", False, None),
         (WIDE, "float8_e4m3fn", False, None),
         (WIDE, "float16", False, "do not read float16"),
         (AttentionSpec(16, 1, 576, v_head_dim=512), "bfloat16", True, None),
         (AttentionSpec(16, 1, 576, v_head_dim=512), "float8_e4m3fn", True, None),
-        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, "do not read int8"),
+        (AttentionSpec(16, 1, 576, v_head_dim=512), "int8", True, None),
         (AttentionSpec(16, 1, 384), "bfloat16", False, "heads of 384 features"),
+        (AttentionSpec(16, 1, 384), "int8", False, None),
         (replace(GQA, alibi=AlibiSpec()), "bfloat16", False, "ALiBi"),
     ],
 )
@@ -156,11 +158,25 @@ def test_layers_that_it_does_not_serve(spec: AttentionSpec, dtype: str, in_key: 
     assert "for TPUs" in str(api.serves_own(spec, "gpu", jnp.dtype(dtype), value_in_key=in_key))
 
 
-def test_latents_in_float8_need_pages_of_whole_tiles() -> None:
-    for page_size, reason in ((32, None), (16, "must have a multiple of 32 tokens")):
-        kv = empty_pages(LATENTS, 4, page_size, TpuPlacement(), jnp.float8_e4m3fn, value_in_key=True)
-        found = limits.unserved_pages(kv)
-        assert (found is None) if reason is None else (reason in str(found))
+@pytest.mark.parametrize(
+    ("spec", "dtype", "page_size", "reason"),
+    [
+        (LATENTS, "float8_e4m3fn", 32, None),
+        (LATENTS, "float8_e4m3fn", 16, "must have a multiple of 32 tokens"),
+        (LATENTS, "int8", 32, None),
+        (LATENTS, "int8", 16, "must have a multiple of 32 tokens"),
+        (GQA, "int8", 32, "have kernels of their own"),
+        (AttentionSpec(4, 1, 64), "int8", 32, None),
+        (AttentionSpec(6, 3, 64), "int8", 32, None),
+        (AttentionSpec(4, 1, 384), "int8", 32, None),
+        (AttentionSpec(4, 1, 384), "bfloat16", 32, "not split into parts of 128"),
+        (AttentionSpec(8, 8, 384), "float8_e4m3fn", 32, "not split into parts of 128"),
+    ],
+)
+def test_pages_that_it_does_not_read(spec: AttentionSpec, dtype: str, page_size: int, reason: str | None) -> None:
+    kv = empty_pages(spec, 4, page_size, TpuPlacement(), jnp.dtype(dtype), value_in_key=spec == LATENTS)
+    found = limits.unserved_pages(kv)
+    assert (found is None) if reason is None else (reason in str(found))
 
 
 def test_steps_that_it_does_not_serve() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,41 +41,52 @@ STRICT = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", 
 """An interpreter of whole TPUs: copies end when they are waited for, and no earlier."""
 
 
+FLOAT8, INT8 = jnp.float8_e4m3fn, jnp.int8
+
+
 @pytest.mark.parametrize(
-    ("case", "spec", "devices"),
+    ("case", "spec", "devices", "dtype"),
     [
-        (DECODE, ONE, 1),
-        (DECODE, LATENTS, 1),
-        (DECODE, TWO, 2),
-        (MIXED, ONE, 1),
-        (MIXED, LATENTS, 1),
-        (MIXED, TWO, 2),
-        (MIXED, THREE, 1),
-        (NOTHING, ONE, 1),
-        (DECODE, LATENTS, 2),
-        (CROWD, ONE, 1),
-        (CROWD, THREE, 1),
-        (SHARED, ONE, 1),
-        (TIGHT, ONE, 1),
-        (SPARSE, ONE, 1),
+        (DECODE, ONE, 1, FLOAT8),
+        (DECODE, LATENTS, 1, FLOAT8),
+        (DECODE, TWO, 2, FLOAT8),
+        (MIXED, ONE, 1, FLOAT8),
+        (MIXED, LATENTS, 1, FLOAT8),
+        (MIXED, TWO, 2, FLOAT8),
+        (MIXED, THREE, 1, FLOAT8),
+        (NOTHING, ONE, 1, FLOAT8),
+        (DECODE, LATENTS, 2, FLOAT8),
+        (CROWD, ONE, 1, FLOAT8),
+        (CROWD, THREE, 1, FLOAT8),
+        (SHARED, ONE, 1, FLOAT8),
+        (TIGHT, ONE, 1, FLOAT8),
+        (SPARSE, ONE, 1, FLOAT8),
+        (DECODE, TWO, 2, INT8),
+        (DECODE, LATENTS, 2, INT8),
+        (MIXED, ONE, 1, INT8),
+        (MIXED, LATENTS, 1, INT8),
+        (MIXED, TWO, 2, INT8),
+        (NOTHING, ONE, 1, INT8),
+        (CROWD, THREE, 1, INT8),
+        (SHARED, THREE, 1, INT8),
     ],
 )
 def test_the_kernel_writes_the_bits_of_the_plain_version(
-    case: Ragged, spec: AttentionSpec, devices: int, monkeypatch: pytest.MonkeyPatch
+    case: Ragged, spec: AttentionSpec, devices: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The null page aside, into which only the plain version writes padding."""
     monkeypatch.setattr(tile_write, "BLOCK_BYTES", 2**17)  # of a few tiles
     mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",), axis_types=(AxisType.Auto,)) if devices > 1 else None
     placement, rng, in_key = TpuPlacement(mesh), np.random.default_rng(0), spec is LATENTS
     size, pages = case.batch.page_size, 1 + max(case.num_pages, 2)
-    kv = empty_pages(spec, pages, size, placement, jnp.float8_e4m3fn, value_in_key=in_key)
+    kv = empty_pages(spec, pages, size, placement, dtype, value_in_key=in_key)
     assert not kv.combined
-    kv = replace(kv, pages=jnp.asarray(rng.standard_normal(kv.pages.shape), kv.pages.dtype))
+    kv = jax.tree.map(lambda kept: jnp.asarray(3 * rng.standard_normal(kept.shape), kept.dtype), kv)
     key, value = (
         jnp.asarray(rng.standard_normal((case.tokens, spec.num_kv_heads, dim)), jnp.bfloat16)
         for dim in (spec.head_dim, spec.value_dim)
     )
-    key = key.at[0, 0, 0].set(1000)  # more than 8 bits hold, which are NaN unless they are clipped
+    key = key.at[0, 0, 0].set(1000)  # more than float8 holds, which are NaN unless they are clipped
     value = None if in_key else value
     wanted = jax.jit(write)(kv, key, value, case.batch)
     context = AttentionContext(
@@ -86,6 +98,10 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
     assert np.isfinite(np.asarray(wanted.pages, np.float32)).all()
     np.testing.assert_array_equal(np.asarray(found.pages[1:], np.float32), np.asarray(wanted.pages[1:], np.float32))
     assert (np.asarray(found.pages, np.float32) != np.asarray(kv.pages, np.float32)).any() == bool(case.real)
+    if dtype == INT8:
+        used = 32 if in_key else 64
+        found, wanted = (each.scales.reshape(*each.scales.shape[:2], -1, 128)[1:, ..., :used] for each in (found, wanted))
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_no_number_of_one_sequence_reaches_another_one() -> None:

@@ -93,9 +93,11 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
     table: dict[str, str] = {}
 
     def served(attention: AttentionSpec, kept: np.dtype[Any], kernel: str, in_key: bool) -> str:
-        if serves_own(attention, "tpu", kept, value_in_key=in_key) is None:
-            return "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
         why = serves(attention, "tpu", kept, value_in_key=in_key)
+        if serves_own(attention, "tpu", kept, value_in_key=in_key) is None:
+            own = "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
+            paired = kept == np.int8 and not in_key and why is None
+            return f"{kernel}, or where a device has an odd number of KV heads {own}" if paired else own
         return f"{kernel}: the default on a TPU" if why is None else f"paged eager attention: {why}"
 
     for layer in spec.layers:

@@ -15,7 +15,7 @@ from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention import kernel, limits
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
-from ttpu_jax.ops.paged_attention.layout import is_paired
+from ttpu_jax.ops.paged_attention.layout import has_tiled_scales, is_paired
 from ttpu_jax.ops.paged_attention.pieces import unserved_batch
 from ttpu_jax.ops.paged_attention.reference import reference
 
@@ -82,6 +82,8 @@ def paged_attention(
     heads = context.head_axes or None
     of_pages: Any = PartitionSpec(None, None, heads)
     of_scales: Any = PartitionSpec(None, heads) if kv.combined else of_pages
+    if has_tiled_scales(kv):
+        of_scales = PartitionSpec(None, None, None, heads)
     of_query, of_sinks = PartitionSpec(None, heads, context.query_axes or None), PartitionSpec(heads)
     whole = PartitionSpec()
     run = jax.shard_map(  # the compiler can shard neither the kernel nor loops over pages

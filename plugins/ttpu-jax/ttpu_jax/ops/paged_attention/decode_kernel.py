@@ -18,7 +18,7 @@ from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.layout import page_size_of, parts_of, widened
-from ttpu_jax.ops.paged_attention.page_rows import Read, computed_dtype, read_by_kernels
+from ttpu_jax.ops.paged_attention.page_rows import Reader, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
@@ -45,7 +45,7 @@ def attend(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: pages without scales.
+        kv: pages without scales, or split ones.
         batch: a step that `unserved_step` accepts.
         spec: the layer's attention.
         kind: the device kind.
@@ -83,7 +83,7 @@ def attend_singles(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: pages without scales.
+        kv: pages without scales, or split ones.
         pieces: of the batch.
         spec: the layer's attention.
         kind: the device kind.
@@ -122,20 +122,22 @@ def _attend(
     """queries [pieces, kv_heads, rows, width], where rows are `group` for each query of a piece; the result has their
     shape."""
     count, heads, rows, width = queries.shape
-    pages, read = read_by_kernels(kv, width, width)
+    sources, reader = read_by_kernels(kv, width, width)
     block = page_block(kv, pieces.table.shape[1])
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
     each = -(-count // steps)
     steps = -(-count // each)
     x = jnp.pad(queries, ((0, steps * each - count), (0, 0), (0, 0), (0, 0)))
+    if not interpret:  # XLA would copy small pools to VMEM
+        sources = tuple(pltpu.with_memory_space_constraint(source, pltpu.HBM) for source in sources)
     logits = jnp.full((heads, rows, 1), -jnp.inf, jnp.float32)
     if sinks is not None:
         logits = jnp.tile(sinks.astype(jnp.float32), (1, rows // group))[..., None]
     counts = jnp.diff(pieces.starts)
     of_queries = pl.BlockSpec((each, heads, rows, width), lambda step, *_: (step, 0, 0, 0))
     mixed: jax.Array = pl.pallas_call(
-        partial(_kernel, read, spec=spec, page_size=page_size_of(kv), group=group),
+        partial(_kernel, reader, spec=spec, page_size=page_size_of(kv), group=group, kept_by_pages=len(sources)),
         out_shape=jax.ShapeDtypeStruct(x.shape, queries.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -143,11 +145,11 @@ def _attend(
             in_specs=[
                 of_queries,
                 pl.BlockSpec(logits.shape, lambda step, *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pltpu.HBM),
+                *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in sources],
             ],
             out_specs=of_queries,
             scratch_shapes=[
-                pltpu.VMEM((2, block, *pages.shape[1:]), pages.dtype),
+                *[pltpu.VMEM((2, block, *source.shape[1:]), source.dtype) for source in sources],
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -156,7 +158,7 @@ def _attend(
         cost_estimate=cost_of_singles(queries, kv, pieces, spec),
         interpret=interpret,
         name="paged_decode_attention",
-    )(pieces.number, pieces.lengths, counts, pieces.table, x, logits, pages)
+    )(pieces.number, pieces.lengths, counts, pieces.table, x, logits, *sources)
     return mixed[:count]
 
 
@@ -182,29 +184,27 @@ def cost_of_singles(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: Atten
 
 
 def _kernel(
-    read: Read,
+    reader: Reader,
     number: Any,
     lengths: Any,
     counts: Any,
     table: Any,
     queries: Any,
     sinks: Any,
-    pages: Any,
-    out: Any,
-    buffer: Any,
-    ready: Any,
-    slots: Any,
-    *,
+    *others: Any,
     spec: AttentionSpec,
     page_size: int,
     group: int,
+    kept_by_pages: int,
 ) -> None:
-    """One step's sequences, one after another. queries and out [pieces, kv_heads, rows, width], sinks [kv_heads, rows,
-    1]."""
+    """One step's sequences, one after another. queries [pieces, kv_heads, rows, width], sinks [kv_heads, rows, 1]; then
+    the sources in HBM, out of the shape of queries, two buffers for each source, semaphores, and the next buffer."""
+    sources, (out, *others) = others[:kept_by_pages], others[kept_by_pages:]  # type: ignore[assignment]
+    buffers, (ready, slots) = others[:kept_by_pages], others[kept_by_pages:]
     each, heads, rows, width = queries.shape
-    page_block = buffer.shape[1]
+    page_block = buffers[0].shape[1]
     keys = page_block * page_size
-    copies = PageCopies((pages,), (buffer,), ready, table)
+    copies = PageCopies(sources, buffers, ready, table)
     begin = pl.program_id(0) * each
     end = jnp.minimum(begin + each, number[0])
 
@@ -246,11 +246,11 @@ def _kernel(
             hidden = lane >= last
             if spec.window is not None:
                 hidden = hidden | (lane < last - spec.window)
-            found = buffer.at[slot, pl.ds(0, n)]
-            return tuple(
-                state.attended(queries[index - begin, head], *read(found, head, left), hidden, spec)
-                for head, state in enumerate(carry)
-            )
+            read, states = reader([buffer.at[slot, pl.ds(0, n)] for buffer in buffers], left), []
+            for head, state in enumerate(carry):
+                key, value, scales = read(head)
+                states.append(state.attended(queries[index - begin, head], key, value, hidden, spec, scales=scales))
+            return tuple(states)
 
         start = [Running.start(sinks[head], width) for head in range(heads)]
         for head, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):

@@ -25,8 +25,9 @@ from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.decode_kernel import cost_of_singles
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
+from ttpu_jax.ops.paged_attention.page_rows import BlockKeys
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
-from ttpu_jax.ops.paged_attention.prompt_kernel import BlockKeys, attend_blocks
+from ttpu_jax.ops.paged_attention.prompt_kernel import attend_blocks
 from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks
 
 FEW = 4  # blocks of this part of a whole one are computed for short sequences
@@ -55,7 +56,7 @@ def attend(
         interpret: run the kernels in the interpreter.
     """
     assert kv.scales is not None
-    tokens, heads, group, dim = query.shape
+    tokens, _, group, dim = query.shape
     page_rows = batch.page_size * PAIR // LANES
     pairs = kv.scales.shape[1] // page_rows
     halves = kv.pages.shape[2] // (PAIR * pairs)
@@ -70,14 +71,11 @@ def attend(
         tokens=tokens,
         sequences=len(pieces.lengths),
     )
-    padding = ((0, 0), (0, 2 * pairs - heads), (0, 0), (0, halves * LANES - dim))
-    queries = jnp.pad(query, padding)
-    logits = jnp.full((2 * pairs, group), -jnp.inf, jnp.float32)
-    if sinks is not None:
-        logits = logits.at[:heads].set(sinks.astype(jnp.float32))
+    queries = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, halves * LANES - dim)))
+    logits = jnp.full((2 * pairs, group), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     run = partial(_attend_single, kv=kv, spec=spec, blocks=blocks, sinks=logits, interpret=interpret)
     if batch.max_queries == 1 and tokens == len(pieces.lengths):  # token i is the only one of piece i
-        return run(queries, pieces)[:, :heads, :, : spec.value_dim]  # padding has zeros already
+        return run(queries, pieces)[..., : spec.value_dim]  # padding has zeros already
     singles, token = singles_of(pieces, tokens)
     mixed = placed(run(queries[jnp.minimum(token, tokens - 1)], singles), token, tokens)
     if batch.max_queries > 1:
@@ -86,7 +84,7 @@ def attend(
             QueryBlocks.of(kind, tokens, blocks.block_queries), batch.page_size, blocks.block_pages,
             value_features=halves * LANES, sinks=logits, interpret=interpret, name="int8_paged_prompt_attention",
         )  # fmt: skip
-    return mixed[:, :heads, :, : spec.value_dim]
+    return mixed[..., : spec.value_dim]
 
 
 def _attend_single(

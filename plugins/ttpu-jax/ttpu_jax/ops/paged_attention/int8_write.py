@@ -154,14 +154,13 @@ def _write(
 def _quantize(key: Any, value: Any, staged: Any, words: Any, entries: Any) -> None:
     """Fills `staged` [tokens, rows, 128] with int8, by way of `words` of four of them, and `entries` [pairs, tokens,
     128] with each token's four scales, repeated along its columns."""
-    heads, tokens, width = key.shape
+    _, tokens, width = key.shape
     pairs, halves = entries.shape[0], width // LANES
     entry = jax.lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1) & (PAIR - 1)
     for pair in range(pairs):
         packed, columns = jnp.zeros((tokens, width), jnp.int32), jnp.zeros((tokens, LANES), jnp.float32)
         for number in range(PAIR):
-            head, source = 2 * pair + number // 2, (key, value)[number % 2]
-            x = source[head].astype(jnp.float32) if head < heads else jnp.zeros((tokens, width), jnp.float32)
+            x = (key, value)[number % 2][2 * pair + number // 2].astype(jnp.float32)
             scale = scales_of(jnp.abs(x).max(1, keepdims=True))
             whole = jnp.round(x / scale).astype(jnp.int32)
             packed |= (whole & 255) << (8 * number)

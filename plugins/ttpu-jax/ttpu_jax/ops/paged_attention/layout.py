@@ -1,9 +1,11 @@
 """The layout of keys and values in pages.
 
 Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for keys and one for values, or one plane
-for both. Products on a CPU need this layout, one product per KV head. TPUs have it for pages in float8 whose combined
+for both. Products on a CPU need this layout, one product per KV head. TPUs have it for pages of 8 bits whose combined
 rows would need heads of zeros, with dim a multiple of 128: of one KV head on each device, and of latents. Their pages
-have a multiple of 32 tokens, the tokens of a tile, and a kernel writes whole tiles (`tile_write`).
+have a multiple of 32 tokens, the tokens of a tile, and a kernel writes whole tiles (`tile_write`). The scales of int8
+are [pages, planes, kv_heads, page_size] on a CPU. On a TPU each tile has 128 numbers for each head, [pages, page_size /
+32, 1, kv_heads * 128]: the scales of 32 keys, then those of their values, then nothing.
 
 Combined pages are [pages, page_size, kv_heads * planes, dim], each head's key before its value, with dim a multiple of
 128. JAX's kernel needs this layout, and XLA:TPU writes tokens into it without copying all pages. Both need whole tiles,
@@ -94,7 +96,7 @@ def empty_pages(
 
     scales = None
     if dtype == np.int8:
-        scales = make(*_scales(spec, shape, logical, paired=bool(combined) and not value_in_key), jnp.float32)
+        scales = make(*_scales(spec, shape, logical, placement, value_in_key), jnp.float32)
     return PagedKV(make(shape, logical, dtype), scales, group, value_in_key, combined)
 
 
@@ -115,7 +117,7 @@ def page_bytes(
     shape, logical = _shape(spec, 1, page_size, dtype, value_in_key, combined, placement)
     size = math.prod(shape) * dtype.itemsize
     if dtype == np.int8:
-        size += math.prod(_scales(spec, shape, logical, paired=bool(combined) and not value_in_key)[0]) * 4
+        size += math.prod(_scales(spec, shape, logical, placement, value_in_key)[0]) * 4
     return size, _ways(spec, placement)
 
 
@@ -127,6 +129,11 @@ def page_size_of(kv: PagedKV) -> int:
 def is_paired(kv: PagedKV) -> bool:
     """Whether pages are combined ones of int8 with values beside keys."""
     return bool(kv.combined) and kv.scales is not None and not kv.value_in_key
+
+
+def has_tiled_scales(kv: PagedKV) -> bool:
+    """Whether the scales of split pages lie together by tiles."""
+    return kv.scales is not None and not kv.combined and kv.scales.shape != kv.pages.shape[:-1]
 
 
 def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -241,6 +248,10 @@ def read(
         # Without the constraint XLA:TPU would convert all 8-bit pages to another layout to read these.
         found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         scales = kv.scales[pages]
+        if has_tiled_scales(kv):
+            tiles = scales.reshape(*scales.shape[:3], -1, LANES // TILE_TOKENS, TILE_TOKENS)
+            scales = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(rows, n, -1, tiles.shape[3], page_size_of(kv))
+            scales = scales[:, :, : found.shape[2]]
         scales = (scales.swapaxes(2, 3) if kv.combined else scales)[..., None]
     if found.dtype == jnp.uint16:  # bfloat16 is the upper half of a float32
         found = jax.lax.bitcast_convert_type(found.astype(jnp.uint32) << 16, jnp.float32)
@@ -279,16 +290,17 @@ def _combined(
     if placement.platform != "tpu":
         return 0
     ways = _ways(spec, placement)
-    if dtype != jnp.float8_e4m3fn or page_size % TILE_TOKENS:
+    if dtype.itemsize > 1 or page_size % TILE_TOKENS:
         return ways
     own = spec.num_kv_heads // ways
-    return 0 if padded_heads(own, dtype, _parts(spec, value_in_key)) > own else ways
+    return 0 if padded_heads(own, dtype, _parts(spec, dtype, value_in_key)) > own else ways
 
 
-def _parts(spec: AttentionSpec, value_in_key: bool) -> int:
-    """Parts into which combined pages without scales split the features of a head."""
+def _parts(spec: AttentionSpec, dtype: np.dtype[Any], value_in_key: bool) -> int:
+    """Parts of 128 into which combined pages split the features of a head; 1 where they do not."""
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    return width // LANES if width in SPLIT and not value_in_key else 1
+    split = width in SPLIT or dtype == np.int8
+    return width // LANES if split and not value_in_key else 1
 
 
 def _shape(
@@ -307,12 +319,8 @@ def _shape(
         width = -(-width // LANES) * LANES
     if combined:
         logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # else each device holds all rows
-        if dtype == np.int8 and planes == 2:
-            halves = width // LANES
-            rows = 2 * halves * combined * padded_heads(heads // combined, dtype, halves)
-            return (num_pages, page_size, rows, LANES), logical
         if planes == 2:
-            parts = _parts(spec, value_in_key)
+            parts = _parts(spec, dtype, value_in_key)
             heads = parts * combined * padded_heads(heads // combined, dtype, parts)
             width //= parts
         return (num_pages, page_size, heads * planes, width), logical
@@ -320,11 +328,18 @@ def _shape(
 
 
 def _scales(
-    spec: AttentionSpec, shape: tuple[int, ...], logical: tuple[str | None, ...], *, paired: bool
+    spec: AttentionSpec,
+    shape: tuple[int, ...],
+    logical: tuple[str | None, ...],
+    placement: Placement,
+    value_in_key: bool,
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """The shape and axes of the scales of pages with this `shape` and these axes. Tokens come last, since a TPU pads
     the last dimension to 128."""
-    if paired:
+    if len(shape) == 5 and placement.platform == "tpu":
+        shared = logical[2] if _ways(spec, placement) > 1 else None  # else each device holds those of all heads
+        return (shape[0], shape[3] // TILE_TOKENS, 1, shape[2] * LANES), (None, None, None, shared)
+    if len(shape) == 4 and not value_in_key:
         halves = -(-max(spec.head_dim, spec.value_dim) // LANES)
         width = math.gcd(shape[1] * PAIR, LANES)
         rows = shape[2] // halves // PAIR * (shape[1] * PAIR // width)

@@ -1,4 +1,4 @@
-"""What our kernels for pages that are not quantized serve (`decode_kernel`, `prompt_kernel`); asked without importing
+"""What our kernels for pages without scales, or with split ones, serve (`decode_kernel`, `prompt_kernel`); asked without importing
 Pallas, which takes a tenth of a second."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str
     if spec.alibi is not None:
         return "they have no ALiBi"
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    if width > LANES and width not in SPLIT and not value_in_key:
-        return f"pages of heads of {width} features are not split into parts of {LANES}"
-    if np.dtype(dtype) not in (np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(jnp.float8_e4m3fn)):
+    if width > LANES and width not in SPLIT and not value_in_key and np.dtype(dtype).itemsize > 1:
+        return _unsplit(width)
+    if np.dtype(dtype) not in map(np.dtype, (jnp.bfloat16, np.float32, jnp.float8_e4m3fn, np.int8)):
         return f"they do not read {np.dtype(dtype).name}"
     return None
 
@@ -32,7 +32,15 @@ def unserved_pages(kv: PagedKV) -> str | None:
     """Why the kernels do not read these pages, even if they serve the layer, or None."""
     if kv.value_in_key and kv.combined and kv.pages.dtype.itemsize == 1:
         return f"pages of latents in 8 bits must have a multiple of {TILE_TOKENS} tokens"
+    if kv.combined and not kv.value_in_key and kv.pages.shape[3] > LANES:
+        return _unsplit(kv.pages.shape[3])
+    if kv.combined and kv.scales is not None:
+        return "pages of int8 with the rows of several heads beside each other have kernels of their own"
     return None
+
+
+def _unsplit(width: int) -> str:
+    return f"pages of heads of {width} features are not split into parts of {LANES}"
 
 
 def unserved_step(spec: AttentionSpec, batch: RaggedBatch, tokens: int) -> str | None:

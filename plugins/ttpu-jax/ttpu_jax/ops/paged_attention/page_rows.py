@@ -1,12 +1,13 @@
-"""Keys and values of pages without scales in VMEM, inside kernels. Two neighbouring rows of combined pages are a head's
-key and value for one token. In 16 bits they are one row of 32-bit registers, in 8 bits half of one, and they are
-separated there. Combined pages of latents have one row for each token, which is its key, and whose first features are
-its value. Split pages have the rows of a head one after another."""
+"""Keys and values of pages in VMEM, inside kernels. Two neighbouring rows of combined pages are a head's key and value
+for one token. In 16 bits they are one row of 32-bit registers, in 8 bits half of one, and they are separated there.
+Combined pages of latents have one row for each token, which is its key, and whose first features are its value. Split
+pages have the rows of a head one after another, and those of int8 have rows of scales for each tile of 32 tokens. Pages
+of int8 with rows of both beside each other are read by `int8_kernel`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_jax.ops.paged_attention.batch import PagedKV
-from ttpu_jax.ops.paged_attention.layout import parts_of
+from ttpu_jax.ops.paged_attention.layout import LANES, TILE_TOKENS, parts_of
 
 
 def computed_dtype(pages: Any) -> np.dtype[Any]:
@@ -22,16 +23,25 @@ def computed_dtype(pages: Any) -> np.dtype[Any]:
     return np.dtype(pages.dtype) if pages.dtype.itemsize > 1 else np.dtype(jnp.bfloat16)
 
 
-Read = Callable[[Any, int, Any], tuple[jax.Array, jax.Array]]
-"""Takes the reference of a block of pages in VMEM, a head, and the number of tokens that are there: the head's keys and
-values, with zeros for other tokens, of which memory may hold anything."""
+class BlockKeys(NamedTuple):
+    """One head's keys [keys, width] and values [keys, values] of a block of pages. The scales of integers are float32
+    [1, keys] each, of keys and of values; None for floats."""
+
+    key: jax.Array
+    value: jax.Array
+    scales: tuple[jax.Array, jax.Array] | None = None
 
 
-def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[jax.Array, Read]:
-    """One device's pages as kernels copy them, [pages, ...], and what reads them there.
+Reader = Callable[[Sequence[Any], Any], Callable[[int], BlockKeys]]
+"""Takes references of a block of pages, and the number of its tokens that are there. Returns what gives a head's keys
+and values. Of other tokens memory may hold anything; their keys and values are finite, and the scales of values too."""
+
+
+def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[tuple[jax.Array, ...], Reader]:
+    """One device's pages as kernels copy them, [pages, ...] each, and what reads them there.
 
     Args:
-        kv: pages without scales.
+        kv: pages without scales, or split ones.
         features: of keys, or of values where these have more.
         values: features of values where they are the first ones of keys.
     """
@@ -39,21 +49,31 @@ def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[jax.Array,
     if not kv.combined:
         number, planes, _, page_size, width = pages.shape
 
-        def plane(found: Any, head: int, left: Any) -> tuple[jax.Array, jax.Array]:
-            key = _rows(found[:, head], left)
-            return key, key[:, :values] if planes == 1 else _rows(found[:, heads + head], left)
+        def split(sources: Sequence[Any], left: Any) -> Callable[[int], BlockKeys]:
+            found, *scales = sources
 
-        return pages.reshape(number, planes * heads, page_size, width), plane
+            def read(head: int) -> BlockKeys:
+                key = _rows(found[:, head], left)
+                value = key[:, :values] if planes == 1 else _rows(found[:, heads + head], left)
+                if not scales:
+                    return BlockKeys(key, value)
+                of_planes = [_scales(scales[0], head, plane, left) for plane in range(planes)]
+                return BlockKeys(key, value, (of_planes[0], of_planes[-1]))
+
+            return read
+
+        rows = pages.reshape(number, planes * heads, page_size, width)
+        return (rows,) if kv.scales is None else (rows, kv.scales), split
     if kv.value_in_key:
         pages = pages.reshape(*pages.shape[:2], pages.shape[3])
 
-        def latents(found: Any, head: int, left: Any) -> tuple[jax.Array, jax.Array]:
-            key = _rows(found[...], left)
-            return key, key[:, :values]
+        def latents(sources: Sequence[Any], left: Any) -> Callable[[int], BlockKeys]:
+            key = _rows(sources[0][...], left)
+            return lambda _: BlockKeys(key, key[:, :values])
 
-        return pages, latents
+        return (pages,), latents
     padded = heads // (2 * parts_of(kv, features))
-    return pages, lambda found, head, left: separated(found, head, padded, left)
+    return (pages,), lambda sources, left: lambda head: BlockKeys(*separated(sources[0], head, padded, left))
 
 
 def _rows(found: jax.Array, left: Any) -> jax.Array:
@@ -64,6 +84,23 @@ def _rows(found: jax.Array, left: Any) -> jax.Array:
         rows = rows.astype(jnp.float32).astype(jnp.bfloat16)
     there = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < left
     return jnp.where(there, rows, jnp.zeros_like(rows))
+
+
+def _scales(found: Any, head: int, plane: int, left: Any) -> jax.Array:
+    """The scales [1, tokens] of a head's keys (plane 0) or values (plane 1), in `found` [pages, tiles, 1, kv_heads *
+    128]."""
+    pages, tiles = found.shape[:2]
+    lane, in_row = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), LANES // TILE_TOKENS
+    rows = []
+    for first in range(0, pages * tiles, in_row):
+        row = jnp.zeros((1, LANES), jnp.float32)
+        for place in range(min(in_row, pages * tiles - first)):
+            page, tile = divmod(first + place, tiles)
+            own = found[page, tile, :, head * LANES : (head + 1) * LANES]
+            moved = pltpu.roll(own, (place - plane) % in_row * TILE_TOKENS, 1)
+            row = jnp.where(lane // TILE_TOKENS == place, moved, row)
+        rows.append(jnp.where(lane < left - first * TILE_TOKENS, row, 0.0))  # others may be anything
+    return jnp.concatenate(rows, axis=1)[:, : pages * tiles * TILE_TOKENS]
 
 
 def separated(pages: Any, head: int, heads: int, left: Any) -> tuple[jax.Array, jax.Array]:

@@ -1,12 +1,12 @@
 """Attention of steps in which sequences have many queries, to pages on one TPU, as a Pallas kernel. A step of its grid
 computes a block of queries, and copies the pages that these see. What reads keys and values out of them depends on how
-pages hold these: `attend` has that of pages without scales, `int8_kernel` another."""
+pages hold these: `attend` has that of `page_rows`, `int8_kernel` another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ttpu_jax.ops.paged_attention import decode_kernel
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.layout import LANES, page_size_of, parts_of
-from ttpu_jax.ops.paged_attention.page_rows import Read, computed_dtype, read_by_kernels
+from ttpu_jax.ops.paged_attention.page_rows import Reader, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of
 from ttpu_jax.ops.paged_attention.query_blocks import KeyBlock, QueryBlocks, scalars_of, walk
 
@@ -38,20 +38,6 @@ TILE = 16
 """Rows of a tile of bfloat16: blocks of queries have a multiple of as many tokens."""
 
 
-class BlockKeys(NamedTuple):
-    """One head's keys [keys, width] and values [keys, values] of a block of pages. The scales of integers are float32
-    [1, keys] each, of keys and of values; None for floats."""
-
-    key: jax.Array
-    value: jax.Array
-    scales: tuple[jax.Array, jax.Array] | None = None
-
-
-Reader = Callable[[Sequence[Any], Any], Callable[[int], BlockKeys]]
-"""Takes references of a block of pages, and the number of its tokens that are there; the keys and values of others must
-be finite. Returns what gives a head's keys and values."""
-
-
 def attend(
     query: jax.Array,
     kv: PagedKV,
@@ -67,7 +53,7 @@ def attend(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: pages without scales that the decode kernel reads.
+        kv: pages that the decode kernel reads.
         batch: the flat batch.
         spec: the layer's attention.
         kind: the device kind.
@@ -82,26 +68,20 @@ def attend(
     width = kv.pages.shape[-1] * parts_of(kv, max(dim, spec.value_dim))
     value_features = -(-spec.value_dim // LANES) * LANES if kv.value_in_key else width
     x = decode_kernel.widened_queries(query, kv, spec)
-    pages, read = read_by_kernels(kv, width, value_features)
+    sources, reader = read_by_kernels(kv, width, value_features)
     mixed = []
     for first in range(0, group, BLOCK_ROWS // TILE):  # of more heads a block of 16 tokens would not fit
         members = slice(first, min(group, first + BLOCK_ROWS // TILE))
         shape = (heads, members.stop - first, width)
         page_block, size, taken = _block_sizes(kv, spec, pieces.table.shape[1], shape, value_features, tokens, kind)
         part = attend_blocks(
-            x[:, :, members], (pages,), partial(_read, read), pieces, spec, QueryBlocks.of(kind, tokens, size),
+            x[:, :, members], sources, reader, pieces, spec, QueryBlocks.of(kind, tokens, size),
             page_size_of(kv), page_block, value_features=value_features,
             sinks=None if sinks is None else sinks[:, members],
             vmem_bytes=max(USUAL_VMEM, taken * 5 // 4), interpret=interpret, name="paged_prompt_attention",
         )  # fmt: skip
         mixed.append(part[..., : spec.value_dim].astype(query.dtype))
     return alone + (mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2))
-
-
-def _read(read: Read, pages: Sequence[Any], left: Any) -> Callable[[int], BlockKeys]:
-    """The `Reader` of pages without scales."""
-    (found,) = pages
-    return lambda head: BlockKeys(*read(found, head, left))
 
 
 def attend_blocks(

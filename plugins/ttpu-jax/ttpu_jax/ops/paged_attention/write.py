@@ -12,7 +12,16 @@ from jax.sharding import PartitionSpec
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
-from ttpu_jax.ops.paged_attention.layout import heads_of, is_paired, page_size_of, rows_of, rows_of_pairs, takes_heads
+from ttpu_jax.ops.paged_attention.layout import (
+    TILE_TOKENS,
+    has_tiled_scales,
+    heads_of,
+    is_paired,
+    page_size_of,
+    rows_of,
+    rows_of_pairs,
+    takes_heads,
+)
 
 
 def write(
@@ -44,15 +53,15 @@ def write(
     if on_tpu and not kv.combined:  # always by a kernel: XLA would copy all pages to write some rows of tiles
         assert context is not None
         new = heads_of(kv, key) if value is None else heads_of(kv, key, value)
-        return replace(kv, pages=_by_kernel(kv, new, batch, context))
+        return _by_kernel(kv, new, batch, context)
     by_kernel = by_kernel and on_tpu and kv.scales is None
     if by_kernel and value is not None and heads_outside and takes_heads(kv):
         assert context is not None
-        return replace(kv, pages=_by_kernel(kv, heads_of(kv, key, value), batch, context))
+        return _by_kernel(kv, heads_of(kv, key, value), batch, context)
     rows, scales = rows_of(kv, key, value)
     if by_kernel and value is not None:
         assert context is not None
-        return replace(kv, pages=_by_kernel(kv, (rows,), batch, context))
+        return _by_kernel(kv, (rows,), batch, context)
     size = page_size_of(kv)
     slots = batch.slots[kv.group]
     page, offset = slots // size, slots % size
@@ -61,6 +70,13 @@ def write(
     if is_paired(kv):
         assert kept is not None and scales is not None
         kept = _with_scales(kept, page, offset, scales, batch)
+    elif has_tiled_scales(kv):
+        assert kept is not None and scales is not None
+        _, planes, heads = scales.shape
+        first = jnp.arange(heads) * LANES + jnp.arange(planes)[:, None] * TILE_TOKENS  # column of each tile's scales
+        column = first + (offset % TILE_TOKENS)[:, None, None]
+        where = page[:, None, None], (offset // TILE_TOKENS)[:, None, None], 0, column
+        kept = kept.at[where].set(scales, mode="promise_in_bounds")
     elif kept is not None:
         token = (page, slice(None), offset) if kv.combined else token
         kept = kept.at[token].set(scales, mode="promise_in_bounds")
@@ -81,8 +97,8 @@ def write_pairs(
         heads_outside: pairs are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
     """
     if heads_outside and takes_heads(kv):
-        return replace(kv, pages=_by_kernel(kv, heads_of(kv, pairs[:, :, 0], pairs[:, :, 1]), batch, context))
-    return replace(kv, pages=_by_kernel(kv, (rows_of_pairs(kv, pairs),), batch, context))
+        return _by_kernel(kv, heads_of(kv, pairs[:, :, 0], pairs[:, :, 1]), batch, context)
+    return _by_kernel(kv, (rows_of_pairs(kv, pairs),), batch, context)
 
 
 def _whole_rows(kv: PagedKV) -> bool:
@@ -90,9 +106,7 @@ def _whole_rows(kv: PagedKV) -> bool:
     return kv.scales is not None and kv.scales.shape[2] == LANES
 
 
-def _by_kernel(
-    kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, context: AttentionContext
-) -> jax.Array:
+def _by_kernel(kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, context: AttentionContext) -> PagedKV:
     """The pages with what is new in the tokens' slots: rows [tokens, rows, width], or what `heads_of` gives."""
     from ttpu_jax.ops.paged_attention import page_write, tile_write
 
@@ -101,17 +115,19 @@ def _by_kernel(
     owners = slots if single else batch.rows  # in the former case nobody reads them
 
     def run(
-        pages: jax.Array, new: tuple[jax.Array, ...], slots: jax.Array, owners: jax.Array, starts: jax.Array
-    ) -> jax.Array:
+        kv: PagedKV, new: tuple[jax.Array, ...], slots: jax.Array, owners: jax.Array, starts: jax.Array
+    ) -> PagedKV:
         if not kv.combined:
-            return tile_write.write_tiles(pages, *new, slots=slots, starts=starts, single=single)
+            return tile_write.write_tiles(kv, *new, slots=slots, starts=starts, single=single)
         if len(new) == 1:
-            return page_write.write_rows(pages, new[0], slots, owners, starts, single=single)
-        return page_write.write_heads(pages, new[0], new[1], slots, owners, starts, single=single)
+            return replace(kv, pages=page_write.write_rows(kv.pages, new[0], slots, owners, starts, single=single))
+        return replace(kv, pages=page_write.write_heads(kv.pages, *new, slots, owners, starts, single=single))
 
     if context.mesh is not None:
         heads = context.head_axes or None
-        of_pages, whole = PartitionSpec(None, None, heads), PartitionSpec()
+        of_rows: Any = PartitionSpec(None, None, heads)
+        of_scales: Any = None if kv.scales is None else PartitionSpec(None, None, None, heads)
+        of_pages, whole = replace(kv, pages=of_rows, scales=of_scales), PartitionSpec()
         of_new = PartitionSpec(heads) if by_heads else PartitionSpec(None, heads)
         run = jax.shard_map(  # the compiler cannot shard the kernel
             run,
@@ -120,7 +136,7 @@ def _by_kernel(
             out_specs=of_pages,
             check_vma=False,
         )
-    written: jax.Array = run(kv.pages, new, slots, owners, starts)
+    written: PagedKV = run(kv, new, slots, owners, starts)
     return written
 
 
