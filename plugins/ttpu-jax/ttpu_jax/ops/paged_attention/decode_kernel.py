@@ -15,10 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blockwise import Running
+from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
+from ttpu_jax.ops.paged_attention.digits import Rows
+from ttpu_jax.ops.paged_attention.int8_blocks import LANES, multiplies_integers
 from ttpu_jax.ops.paged_attention.layout import page_size_of, parts_of, widened
-from ttpu_jax.ops.paged_attention.page_rows import Reader, computed_dtype, read_by_kernels
+from ttpu_jax.ops.paged_attention.page_rows import BlockKeys, Reader, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
@@ -122,7 +125,8 @@ def _attend(
     """queries [pieces, kv_heads, rows, width], where rows are `group` for each query of a piece; the result has their
     shape."""
     count, heads, rows, width = queries.shape
-    sources, reader = read_by_kernels(kv, width, width)
+    integers = kv.scales is not None and multiplies_integers(kind)
+    sources, reader = read_by_kernels(kv, width, width, integers=integers)
     block = page_block(kv, pieces.table.shape[1])
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
@@ -248,8 +252,11 @@ def _kernel(
                 hidden = hidden | (lane < last - spec.window)
             read, states = reader([buffer.at[slot, pl.ds(0, n)] for buffer in buffers], left), []
             for head, state in enumerate(carry):
-                key, value, scales = read(head)
-                states.append(state.attended(queries[index - begin, head], key, value, hidden, spec, scales=scales))
+                query, keys = queries[index - begin, head], read(head)
+                if keys.key.dtype == jnp.int8:
+                    states.append(_attended_integers(state, query, keys, hidden, spec))
+                    continue
+                states.append(state.attended(query, keys.key, keys.value, hidden, spec, scales=keys.scales))
             return tuple(states)
 
         start = [Running.start(sinks[head], width) for head in range(heads)]
@@ -257,3 +264,25 @@ def _kernel(
             out[index - begin, head] = state.result().astype(out.dtype)
 
     jax.lax.fori_loop(begin, end, piece, None)
+
+
+def _attended_integers(
+    state: Running, query: jax.Array, keys: BlockKeys, hidden: jax.Array, spec: AttentionSpec
+) -> Running:
+    """`Running.attended` of int8 keys [keys, width] and values, which are multiplied as they are."""
+    assert keys.scales is not None
+
+    def parts(x: jax.Array) -> list[jax.Array]:
+        return [x[:, first : first + LANES] for first in range(0, x.shape[1], LANES)]
+
+    of_keys, of_values = keys.scales
+    scores = Rows(query.astype(jnp.float32), True).by_features(parts(keys.key)) * (of_keys * spec.softmax_scale)
+    if spec.logit_softcap is not None:
+        scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
+    scores = jnp.where(hidden, MASKED, scores)
+    largest = jnp.maximum(state.largest, scores.max(axis=1, keepdims=True))
+    shares, kept = jnp.exp(scores - largest), jnp.exp(state.largest - largest)
+    mixed = Rows(shares * of_values, True, of_values.max(1, keepdims=True)).by_rows(parts(keys.value))
+    return Running(
+        largest, state.total * kept + shares.sum(axis=1, keepdims=True), state.mixed * kept + mixed
+    )

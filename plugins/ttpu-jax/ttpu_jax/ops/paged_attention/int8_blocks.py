@@ -78,6 +78,11 @@ def int8_blocks(
     return Int8Blocks(single, min(sequences, table["single_queries"]), several, queries, table["digits"])
 
 
+def multiplies_integers(kind: str) -> bool:
+    """Whether kernels for sequences with one query multiply int8 as integers, by `jax.Device.device_kind`."""
+    return bool({**_data()["default"], **_data().get(kind, {})}["digits"])
+
+
 @cache
 def _data() -> Mapping[str, Any]:
     data: Mapping[str, Any] = json.loads(Path(__file__).with_name("int8_blocks.json").read_text())

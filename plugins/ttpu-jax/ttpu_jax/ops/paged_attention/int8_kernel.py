@@ -24,6 +24,7 @@ from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.decode_kernel import cost_of_singles
+from ttpu_jax.ops.paged_attention.digits import Rows
 from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR, SUBLANES, Int8Blocks, int8_blocks
 from ttpu_jax.ops.paged_attention.page_rows import BlockKeys
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
@@ -31,7 +32,6 @@ from ttpu_jax.ops.paged_attention.prompt_kernel import attend_blocks
 from ttpu_jax.ops.paged_attention.query_blocks import QueryBlocks
 
 FEW = 4  # blocks of this part of a whole one are computed for short sequences
-DIGIT = 128  # an integer of at most 127 * 128 is 128 * high + low, both in int8
 
 
 def attend(
@@ -193,7 +193,7 @@ def _single(
         length, used = lengths[index], used_pages(index)
         blocks = pl.cdiv(length, keys)
         wide = queries[index - begin].astype(jnp.float32) * spec.softmax_scale
-        operands = [_Rows(wide[pair], digits) for pair in range(pairs)]
+        operands = [Rows(wide[pair], digits) for pair in range(pairs)]
 
         def block(number_of_block: Any, carry: Any) -> Any:
             slot, later = slots[0], number_of_block + 1 < blocks
@@ -234,7 +234,7 @@ def _single(
             weights = jnp.exp(scores - now)  # 0 where masked: the last block has a key, and so has each before it
             keep = jnp.exp(highest - now)
             moved = pltpu.roll(weights, 1, 1) * scale
-            more = _Rows(moved, digits, scale.max(1, keepdims=True)).by_rows(rows_of)
+            more = Rows(moved, digits, scale.max(1, keepdims=True)).by_rows(rows_of)
             return now, total * keep + weights.sum(1, keepdims=True), mixed * keep + more
 
         start = []
@@ -248,51 +248,6 @@ def _single(
             out[index - begin, pair] = (mixed / total).astype(out.dtype)
 
     jax.lax.fori_loop(begin, jnp.minimum(begin + count, number[0]), piece, None)
-
-
-class _Rows:
-    """Rows [rows, n] to be multiplied by int8. With `digits` each is an integer of two int8 digits times a step, off by
-    at most 1/32512 of the row's largest number; of `largest` where that is given, and x is at least 0. Else it is
-    rounded to bfloat16."""
-
-    def __init__(self, x: jax.Array, digits: bool, largest: jax.Array | None = None) -> None:
-        self.step: jax.Array | None = None
-        if not digits:
-            self.operand = x.astype(jnp.bfloat16)
-            return
-        positive, largest = largest is not None, jnp.abs(x).max(1, keepdims=True) if largest is None else largest
-        self.step = jnp.where(largest == 0, 1.0, largest / (127 * DIGIT))
-        steps = x * (1 / self.step) + 0.5
-        whole = (steps if positive else jnp.floor(steps)).astype(jnp.int32)  # a conversion cuts the fraction off
-        high = (whole + DIGIT // 2) >> 7
-        self.operand = jnp.concatenate([high, whole - (high << 7)]).astype(jnp.int8)
-
-    def by_features(self, keys: list[jax.Array]) -> jax.Array:
-        """The products with rows of keys, whose features are split into parts of 128: [rows, keys]."""
-        parts = [
-            self._product(self.operand[:, part * LANES : (part + 1) * LANES], each, 1)
-            for part, each in enumerate(keys)
-        ]
-        return self._summed(sum(parts[1:], parts[0]), 1)
-
-    def by_rows(self, values: list[jax.Array]) -> jax.Array:
-        """The sums of rows of values, whose features are split into parts of 128: [rows, features]."""
-        return jnp.concatenate([self._summed(self._product(self.operand, each, 0), 0) for each in values], axis=1)
-
-    def _product(self, x: jax.Array, other: jax.Array, over: int) -> jax.Array:
-        whole = self.step is not None
-        other = other if whole else other.astype(jnp.float32).astype(jnp.bfloat16)
-        kind = jnp.int32 if whole else jnp.float32
-        return jax.lax.dot_general(x, other, (((1,), (over,)), ((), ())), preferred_element_type=kind)
-
-    def _summed(self, sums: jax.Array, over: int) -> jax.Array:
-        if self.step is None:
-            return sums
-        rows = len(sums) // 2
-        high, low = sums[:rows], sums[rows:]
-        if over == 1:  # of 128 or 256 products: fits an int32
-            return ((high << 7) + low).astype(jnp.float32) * self.step
-        return (DIGIT * high.astype(jnp.float32) + low.astype(jnp.float32)) * self.step
 
 
 def _read(buffers: Sequence[Any], left: Any, *, pairs: int, dtype: Any) -> Callable[[int], BlockKeys]:

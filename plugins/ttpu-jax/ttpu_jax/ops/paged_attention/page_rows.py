@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_jax.ops.paged_attention.batch import PagedKV
@@ -37,13 +38,16 @@ Reader = Callable[[Sequence[Any], Any], Callable[[int], BlockKeys]]
 and values. Of other tokens memory may hold anything; their keys and values are finite, and the scales of values too."""
 
 
-def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[tuple[jax.Array, ...], Reader]:
+def read_by_kernels(
+    kv: PagedKV, features: int, values: int, *, integers: bool = False
+) -> tuple[tuple[jax.Array, ...], Reader]:
     """One device's pages as kernels copy them, [pages, ...] each, and what reads them there.
 
     Args:
         kv: pages without scales, or split ones.
         features: of keys, or of values where these have more.
         values: features of values where they are the first ones of keys.
+        integers: give int8 as it is.
     """
     pages, heads = kv.pages, kv.pages.shape[2]
     if not kv.combined:
@@ -53,8 +57,8 @@ def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[tuple[jax.
             found, *scales = sources
 
             def read(head: int) -> BlockKeys:
-                key = _rows(found[:, head], left)
-                value = key[:, :values] if planes == 1 else _rows(found[:, heads + head], left)
+                key = _rows(found[:, head], left, integers)
+                value = key[:, :values] if planes == 1 else _rows(found[:, heads + head], left, integers)
                 if not scales:
                     return BlockKeys(key, value)
                 of_planes = [_scales(scales[0], head, plane, left) for plane in range(planes)]
@@ -68,7 +72,7 @@ def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[tuple[jax.
         pages = pages.reshape(*pages.shape[:2], pages.shape[3])
 
         def latents(sources: Sequence[Any], left: Any) -> Callable[[int], BlockKeys]:
-            key = _rows(sources[0][...], left)
+            key = _rows(sources[0][...], left, False)
             return lambda _: BlockKeys(key, key[:, :values])
 
         return (pages,), latents
@@ -76,10 +80,13 @@ def read_by_kernels(kv: PagedKV, features: int, values: int) -> tuple[tuple[jax.
     return (pages,), lambda sources, left: lambda head: BlockKeys(*separated(sources[0], head, padded, left))
 
 
-def _rows(found: jax.Array, left: Any) -> jax.Array:
-    """The rows [tokens, width] of `found` [pages, page_size, width]."""
+def _rows(found: jax.Array, left: Any, integers: bool) -> jax.Array:
+    """The rows [tokens, width] of `found` [pages, page_size, width]. Numbers of 8 bits become bfloat16, unless `integers`
+    are wanted."""
     number, page_size, width = found.shape
     rows = found.reshape(number * page_size, width)
+    if rows.dtype == jnp.int8:  # which are finite, also those that memory holds behind a sequence
+        return rows if integers else rows.astype(jnp.float32).astype(jnp.bfloat16)
     if rows.dtype.itemsize == 1:
         rows = rows.astype(jnp.float32).astype(jnp.bfloat16)
     there = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0) < left
@@ -89,18 +96,27 @@ def _rows(found: jax.Array, left: Any) -> jax.Array:
 def _scales(found: Any, head: int, plane: int, left: Any) -> jax.Array:
     """The scales [1, tokens] of a head's keys (plane 0) or values (plane 1), in `found` [pages, tiles, 1, kv_heads *
     128]."""
-    pages, tiles = found.shape[:2]
-    lane, in_row = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1), LANES // TILE_TOKENS
-    rows = []
-    for first in range(0, pages * tiles, in_row):
-        row = jnp.zeros((1, LANES), jnp.float32)
-        for place in range(min(in_row, pages * tiles - first)):
-            page, tile = divmod(first + place, tiles)
-            own = found[page, tile, :, head * LANES : (head + 1) * LANES]
-            moved = pltpu.roll(own, (place - plane) % in_row * TILE_TOKENS, 1)
+    pages, tiles, _, lanes = found.shape
+    flat, own = found.reshape(pages * tiles, lanes), slice(head * LANES, (head + 1) * LANES)
+    in_row = min(LANES // TILE_TOKENS, pages * tiles)  # tiles whose scales fill a row of the result
+    whole = pages * tiles // in_row
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+
+    def rows(first: int, count: int, places: int) -> jax.Array:
+        """`count` rows of scales, each of `places` neighbouring tiles from `first` on."""
+        row = jnp.zeros((count, LANES), jnp.float32)
+        for place in range(places):
+            of_tiles = pl.ds(first + place, count, stride=in_row) if count > 1 else pl.ds(first + place, 1)
+            moved = pltpu.roll(flat[of_tiles, own], (place - plane) * TILE_TOKENS % LANES, 1)
             row = jnp.where(lane // TILE_TOKENS == place, moved, row)
-        rows.append(jnp.where(lane < left - first * TILE_TOKENS, row, 0.0))  # others may be anything
-    return jnp.concatenate(rows, axis=1)[:, : pages * tiles * TILE_TOKENS]
+        return row
+
+    found_rows = rows(0, whole, in_row)
+    kept = [found_rows[row : row + 1] for row in range(whole)]
+    if rest := pages * tiles - whole * in_row:
+        kept.append(rows(whole * in_row, 1, rest))
+    every = [jnp.where(lane < left - place * LANES, row, 0.0) for place, row in enumerate(kept)]  # others: anything
+    return jnp.concatenate(every, axis=1)[:, : pages * tiles * TILE_TOKENS]
 
 
 def separated(pages: Any, head: int, heads: int, left: Any) -> tuple[jax.Array, jax.Array]:
