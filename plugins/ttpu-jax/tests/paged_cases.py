@@ -217,13 +217,13 @@ def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
     pages, table = np.array(kv.pages, np.float32), np.asarray(case.batch.tables[0])
     size = case.batch.page_size
     if kv.scales is not None:
-        scales = np.array(kv.scales)  # [pages, tiles, 1, kv_heads * 128], where a head has 32 of keys, then of values
-        tiles = scales.reshape(*scales.shape[:2], -1, 4, 32)
-        by_token = tiles.transpose(0, 1, 4, 2, 3).reshape(len(scales), size, -1, 4)
+        scales, heads = np.array(kv.scales), kv.pages.shape[2]  # a head has 32 of keys, then of values, then others
+        tiles = scales.reshape(*scales.shape[:2], heads, -1, 32)
+        by_token = tiles.transpose(0, 1, 4, 2, 3).reshape(len(scales), size, heads, -1)
         by_token[NULL_PAGE], by_token[..., 1 if kv.value_in_key else 2 :] = np.nan, np.nan
         for row, length in enumerate(case.lengths):
             by_token[table[row, (length - 1) // size], (length - 1) % size + 1 :] = np.nan
-        turned = by_token.reshape(*scales.shape[:2], 32, -1, 4).transpose(0, 1, 3, 4, 2).reshape(scales.shape)
+        turned = by_token.reshape(*scales.shape[:2], 32, heads, -1).transpose(0, 1, 3, 4, 2).reshape(scales.shape)
         return replace(kv, scales=jnp.asarray(turned))
     pages[NULL_PAGE] = np.nan
     for row, length in enumerate(case.lengths):
@@ -234,13 +234,24 @@ def poisoned(kv: PagedKV, case: Ragged) -> PagedKV:
 
 LATENTS = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=320, v_head_dim=256, scale=0.1)
 """One key for all heads, whose first features are the value."""
+_ONE = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64)
+_WINDOW = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=128, window=35, sinks=True)
+_THREE = AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=128, v_head_dim=96)
+_WIDE = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=256, v_head_dim=192, chunk=64)
+_FOUR = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=80, logit_softcap=3.0, scale=0.2)
 IN_SPLIT_PAGES = {
-    "one head": AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=64),
-    "one head, window and sinks": AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=128, window=35, sinks=True),
-    "three heads": AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=128, v_head_dim=96),
-    "latents": LATENTS,
+    "one head": (_ONE, "float8_e4m3fn"),
+    "one head, window and sinks": (_WINDOW, "float8_e4m3fn"),
+    "three heads": (_THREE, "float8_e4m3fn"),
+    "latents": (LATENTS, "float8_e4m3fn"),
+    "int8, one head": (_ONE, "int8"),
+    "int8, one head, window and sinks": (_WINDOW, "int8"),
+    "int8, three heads": (_THREE, "int8"),
+    "int8, latents": (LATENTS, "int8"),
+    "int8, two heads of 256, chunks": (_WIDE, "int8"),
+    "int8, four heads, softcap": (_FOUR, "int8"),
 }
-"""Layers whose pages are split where they are in float8 or int8 and have a multiple of 32 tokens."""
+"""Layers whose pages are split in that dtype where they have a multiple of 32 tokens."""
 Kernel = Callable[..., jax.Array]
 """`attend` of a kernel for pages without scales, or for split ones, run in the interpreter."""
 
@@ -261,15 +272,15 @@ def kernel_and_reference(
 
 
 def assert_split_pages_are_read(
-    kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int], dtype: Any
+    kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int], kind: str = ""
 ) -> None:
     """The kernel's result is the reference's over pages of 32 tokens in 8 bits, which are split."""
-    spec = IN_SPLIT_PAGES[name]
+    spec, dtype = IN_SPLIT_PAGES[name]
     case = ragged(
         counts, lengths, page_size=32, pages=5, sequences=len(counts) + 2, tokens=sum(counts) + 2,
         window=spec.window, max_queries=max(counts),
     )  # fmt: skip
-    found, wanted = kernel_and_reference(kernel, spec, case, dtype)
+    found, wanted = kernel_and_reference(kernel, spec, case, jnp.dtype(dtype), kind)
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 

@@ -79,8 +79,6 @@ def compiled(
     for pages in jax.tree.leaves(kv):
         shape = ",".join(map(str, pages.sharding.shard_shape(pages.shape)))
         assert f"[{shape}]" in program.hlo_text
-        if len(pages.shape) == 3:  # the scales of paired pages, which may lie in VMEM
-            continue
         assert not re.search(rf"= \(?\w+\[{shape}\].* copy(-start)?\(", program.hlo_text), "all pages are copied"
     assert "while(" not in program.hlo_text or not number_of_kernels(program), "tokens are written one by one"
     assert program.collectives == ()
@@ -203,12 +201,13 @@ def test_pages_in_float8_have_our_kernels_where_chips_have_no_float8_too(topolog
 def test_pages_of_8_bits_leave_no_place_empty(
     topology_name: str, spec: AttentionSpec, step: tuple[int, int], features: int, dtype: str
 ) -> None:
-    """Scales have room for two planes more than keys and values."""
+    """Scales of heads that do not fill a row of 128 have room for as many more."""
     program = compiled(topology_name, spec, step, dtype, value_in_key=spec == LATENTS)
     assert "%page_write" in program.hlo_text and "scatter" not in program.hlo_text
     assert number_of_kernels(program) == 1 + (step == MIXED)
     ways = len(program.topology.devices) if spec == LLAMA else 1
-    scales = 4 * spec.num_kv_heads * 4 if dtype == "int8" else 0
+    own = spec.num_kv_heads // ways
+    scales = 4 * (own * 2 if own % 2 == 0 else own * 4) * ways if dtype == "int8" else 0
     assert program.alias_bytes == PAGES * PAGE_SIZE * (features + scales) // ways
 
 
@@ -218,23 +217,23 @@ def test_split_pages_have_our_kernels_also_where_others_are_asked_for() -> None:
     assert "%page_write" in program.hlo_text and number_of_kernels(program) == 2
 
 
-def test_int8_pages_have_kernels_for_single_queries_for_blocks_and_to_write() -> None:
+def test_int8_pages_of_several_heads_have_our_kernels() -> None:
     """The second layer is gemma-3's, with heads of 256 features."""
-    assert number_of_kernels(compiled("v5e:2x2", LLAMA, SHORT, "int8")) == 3
+    assert number_of_kernels(compiled("v5e:2x2", LLAMA, SHORT, "int8")) == 2
     wide = AttentionSpec(num_heads=32, num_kv_heads=16, head_dim=256, window=1024)
     program = compiled("v6e:2x4", wide, DECODE, "int8")
-    assert number_of_kernels(program) == 2 and "scatter" not in program.hlo_text
+    assert number_of_kernels(program) == 1 and "scatter" not in program.hlo_text
     least = least_times(program)
     size, ways = page_bytes(wide, PAGE_SIZE, Placement(), "int8")[0], 8
     in_window = SEQUENCES * (1024 // PAGE_SIZE + 1)
-    assert least["int8_paged_attention_single"] == pytest.approx(in_window * size / ways / 1640e9, rel=0.02)
-    assert 0 < (least["int8_page_write"] or 0.0) < 1e-6
+    assert least["paged_decode_attention"] == pytest.approx(in_window * size / ways / 1640e9, rel=0.02)
+    assert 0 < (least["page_write_tiles"] or 0.0) < 2e-6
 
 
 @pytest.mark.parametrize("topology_name", ["v4:1x1x1", "v5p:1x1x1", "tpu7x:1x1x1"])
 def test_kernels_for_int8_pages_compile_for_every_generation(topology_name: str) -> None:
     spec = AttentionSpec(num_heads=16, num_kv_heads=4, head_dim=128)
-    assert number_of_kernels(compiled(topology_name, spec, MIXED, "int8")) == 3
+    assert number_of_kernels(compiled(topology_name, spec, MIXED, "int8")) == 2
 
 
 def test_one_head_that_devices_do_not_share_stays_whole() -> None:

@@ -22,16 +22,20 @@ from paged_cases import (
     kernel_and_reference,
     ragged,
     rounded_numbers,
+    tpu_pages,
 )
 
-from ttpu_core.spec import AlibiSpec, AttentionSpec
+from ttpu_core.spec import AlibiSpec, AttentionSpec, axes
+from ttpu_jax.ops.attention import AttentionContext
 from ttpu_jax.ops.paged_attention import (
     api,
     decode_kernel,
     empty_pages,
     limits,
     page_bytes,
+    paged_attention,
 )
+from ttpu_jax.ops.paged_attention.digits import WITHOUT_INTEGERS
 
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -109,10 +113,35 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("name", IN_SPLIT_PAGES)
-def test_split_pages_have_each_heads_tokens_together(name: str, dtype: str) -> None:
-    assert_split_pages_are_read(decode_kernel.attend, name, [1] * 6, [1, 32, 33, 70, 160, 150], jnp.dtype(dtype))
+def test_split_pages_have_each_heads_tokens_together(name: str) -> None:
+    assert_split_pages_are_read(decode_kernel.attend, name, [1] * 6, [1, 32, 33, 70, 160, 150])
+
+
+@pytest.mark.parametrize("kind", WITHOUT_INTEGERS)
+def test_chips_that_multiply_no_integers_convert_them(kind: str) -> None:
+    assert_split_pages_are_read(decode_kernel.attend, "int8, four heads, softcap", [1] * 3, [1, 70, 150], kind)
+
+
+def test_the_scales_of_several_devices_are_those_of_their_heads() -> None:
+    """Two heads each, whose scales are neighbours."""
+    spec, case = AttentionSpec(8, 4, 256), ragged([1, 3], [40, 33], page_size=32, pages=2)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",), axis_types=(AxisType.Auto,))
+    placement = TpuPlacement(mesh)
+    query, keys, values, _ = rounded_numbers(case, spec)
+    alone = tpu_pages(case, spec, keys, values, jnp.int8)
+    shared = tpu_pages(case, spec, keys, values, jnp.int8, placement)
+    assert shared.scales is not None and shared.scales.sharding.shard_shape(shared.scales.shape)[3] == 128
+    found = [
+        jax.jit(lambda kv, context=context: paged_attention(jnp.asarray(query), kv, case.batch, spec, context=context))(
+            kv
+        )
+        for kv, context in (
+            (alone, AttentionContext(platform="gpu")),
+            (shared, AttentionContext(mesh=mesh, head_axes=placement.mesh_axes(axes.KV_HEADS, 4), platform="gpu")),
+        )
+    ]
+    np.testing.assert_allclose(np.asarray(found[1]), np.asarray(found[0]), atol=2e-6, rtol=0)
 
 
 def test_the_pages_of_wide_heads_are_split_and_hold_each_devices_heads() -> None:
@@ -163,9 +192,10 @@ def test_layers_that_it_does_not_serve(spec: AttentionSpec, dtype: str, in_key: 
     [
         (LATENTS, "float8_e4m3fn", 32, None),
         (LATENTS, "float8_e4m3fn", 16, "must have a multiple of 32 tokens"),
+        (GQA, "int8", 16, "must have a multiple of 32 tokens"),
         (LATENTS, "int8", 32, None),
         (LATENTS, "int8", 16, "must have a multiple of 32 tokens"),
-        (GQA, "int8", 32, "have kernels of their own"),
+        (GQA, "int8", 32, None),
         (AttentionSpec(4, 1, 64), "int8", 32, None),
         (AttentionSpec(6, 3, 64), "int8", 32, None),
         (AttentionSpec(4, 1, 384), "int8", 32, None),

@@ -146,10 +146,9 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("name", IN_SPLIT_PAGES)
-def test_split_pages_have_each_heads_tokens_together(name: str, dtype: str) -> None:
-    assert_split_pages_are_read(prompt_kernel.attend, name, [1, 40, 37, 1, 16, 2], [9, 40, 150, 61, 16, 33], jnp.dtype(dtype))
+def test_split_pages_have_each_heads_tokens_together(name: str) -> None:
+    assert_split_pages_are_read(prompt_kernel.attend, name, [1, 40, 37, 1, 16, 2], [9, 40, 150, 61, 16, 33])
 
 
 def test_devices_share_wide_heads() -> None:

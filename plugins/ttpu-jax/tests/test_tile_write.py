@@ -23,6 +23,7 @@ PAGE = 64
 ONE = AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=128)
 TWO = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=80)
 THREE = AttentionSpec(num_heads=6, num_kv_heads=3, head_dim=128, v_head_dim=96)
+FOUR = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=128)
 DECODE = ragged([1] * 6, [1, 32, 33, 64, 65, 130], page_size=PAGE, pages=4, sequences=8, tokens=8)
 MIXED = ragged([1, 70, 1, 33, 3, 7, 200], [64, 75, 8, 64, 3, 39, 256], page_size=PAGE, pages=4, sequences=9, tokens=330)
 """Prompts that begin and end inside tiles, one that is whole tiles, and several in one tile of the batch."""
@@ -69,6 +70,8 @@ FLOAT8, INT8 = jnp.float8_e4m3fn, jnp.int8
         (NOTHING, ONE, 1, INT8),
         (CROWD, THREE, 1, INT8),
         (SHARED, THREE, 1, INT8),
+        (DECODE, FOUR, 1, INT8),
+        (MIXED, FOUR, 2, INT8),
     ],
 )
 def test_the_kernel_writes_the_bits_of_the_plain_version(
@@ -99,9 +102,9 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
     np.testing.assert_array_equal(np.asarray(found.pages[1:], np.float32), np.asarray(wanted.pages[1:], np.float32))
     assert (np.asarray(found.pages, np.float32) != np.asarray(kv.pages, np.float32)).any() == bool(case.real)
     if dtype == INT8:
-        used = 32 if in_key else 64
-        found, wanted = (each.scales.reshape(*each.scales.shape[:2], -1, 128)[1:, ..., :used] for each in (found, wanted))
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        used, heads = 32 if in_key else 64, spec.num_kv_heads
+        scales = (each.scales.reshape(*each.scales.shape[:2], heads, -1)[1:, ..., :used] for each in (found, wanted))
+        np.testing.assert_allclose(*scales, rtol=1e-6)
 
 
 def test_no_number_of_one_sequence_reaches_another_one() -> None:

@@ -92,13 +92,11 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
     `dtype`, and with pages in int8 and float8."""
     table: dict[str, str] = {}
 
-    def served(attention: AttentionSpec, kept: np.dtype[Any], kernel: str, in_key: bool) -> str:
-        why = serves(attention, "tpu", kept, value_in_key=in_key)
+    def served(attention: AttentionSpec, kept: np.dtype[Any], in_key: bool) -> str:
         if serves_own(attention, "tpu", kept, value_in_key=in_key) is None:
-            own = "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
-            paired = kept == np.int8 and not in_key and why is None
-            return f"{kernel}, or where a device has an odd number of KV heads {own}" if paired else own
-        return f"{kernel}: the default on a TPU" if why is None else f"paged eager attention: {why}"
+            return "paged_decode_attention for decode steps, paged_prompt_attention for others: the default on a TPU"
+        why = serves(attention, "tpu", kept, value_in_key=in_key)
+        return "ragged_paged_attention: the default on a TPU" if why is None else f"paged eager attention: {why}"
 
     for layer in spec.layers:
         mixer = layer.mixer
@@ -108,13 +106,10 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
             attention, in_key = latent_pages(mixer), True
         else:
             continue
-        kind, words = mixer.kind, served(attention, model_dtype(dtype), "ragged_paged_attention", in_key)
+        kind, words = mixer.kind, served(attention, model_dtype(dtype), in_key)
         others: dict[str, list[str]] = {}
-        for name, kept, kernel in (
-            ("int8", np.dtype(np.int8), "int8_paged_attention"),
-            ("float8", np.dtype(jnp.float8_e4m3fn), "ragged_paged_attention"),
-        ):
-            others.setdefault(served(attention, kept, kernel, in_key), []).append(name)
+        for name, kept in (("int8", np.dtype(np.int8)), ("float8", np.dtype(jnp.float8_e4m3fn))):
+            others.setdefault(served(attention, kept, in_key), []).append(name)
         words += "".join(f"; of {' and '.join(names)} pages {how}" for how, names in others.items() if how != words)
         if words not in table.get(kind, ""):
             table[kind] = f"{table[kind]}, or {words}" if kind in table else words

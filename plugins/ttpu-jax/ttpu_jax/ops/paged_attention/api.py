@@ -15,7 +15,7 @@ from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention import kernel, limits
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
-from ttpu_jax.ops.paged_attention.layout import has_tiled_scales, is_paired
+from ttpu_jax.ops.paged_attention.layout import has_tiled_scales
 from ttpu_jax.ops.paged_attention.pieces import unserved_batch
 from ttpu_jax.ops.paged_attention.reference import reference
 
@@ -48,7 +48,7 @@ def paged_attention(
             numbers.
     """
     kept = kv.pages.dtype
-    small = unserved_batch(spec, batch, kv.group, paired=is_paired(kv)) is None
+    small = unserved_batch(spec, batch, kv.group) is None
     readable = small and limits.unserved_pages(kv) is None
     own = (own or not kv.combined) and readable
     ours = own and serves_own(spec, context.platform, kept, value_in_key=kv.value_in_key) is None
@@ -67,10 +67,6 @@ def paged_attention(
             from ttpu_jax.ops.paged_attention import prompt_kernel
 
             return prompt_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
-        if other and is_paired(kv):
-            from ttpu_jax.ops.paged_attention import int8_kernel
-
-            return int8_kernel.attend(query, kv, batch, spec, kind, sinks=sinks)
         if other:
             mixed = kernel.attend(query, kv, batch, spec, kind)
             # Which leaves padding uninitialised. Layers make zeros of it in steps of several queries.
@@ -98,7 +94,7 @@ def paged_attention(
 
 
 def serves(spec: AttentionSpec, platform: str, dtype: Any, *, value_in_key: bool = False) -> str | None:
-    """Why neither JAX's TPU kernel nor those for int8 pages serve a layer whose pages have this `dtype`, or None."""
+    """Why JAX's TPU kernel does not serve a layer whose pages have this `dtype`, or None."""
     return kernel.unserved(spec, platform, dtype, value_in_key)
 
 

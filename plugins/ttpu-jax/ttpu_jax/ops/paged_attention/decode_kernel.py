@@ -18,8 +18,8 @@ from ttpu_jax.ops.attention.blockwise import Running
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
-from ttpu_jax.ops.paged_attention.digits import Rows
-from ttpu_jax.ops.paged_attention.int8_blocks import LANES, multiplies_integers
+from ttpu_jax.ops.paged_attention.digits import WITHOUT_INTEGERS, Rows
+from ttpu_jax.ops.paged_attention.kernel import LANES
 from ttpu_jax.ops.paged_attention.layout import page_size_of, parts_of, widened
 from ttpu_jax.ops.paged_attention.page_rows import BlockKeys, Reader, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
@@ -125,8 +125,7 @@ def _attend(
     """queries [pieces, kv_heads, rows, width], where rows are `group` for each query of a piece; the result has their
     shape."""
     count, heads, rows, width = queries.shape
-    integers = kv.scales is not None and multiplies_integers(kind)
-    sources, reader = read_by_kernels(kv, width, width, integers=integers)
+    sources, reader = read_by_kernels(kv, width, width, integers=kind not in WITHOUT_INTEGERS)
     block = page_block(kv, pieces.table.shape[1])
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
@@ -276,13 +275,11 @@ def _attended_integers(
         return [x[:, first : first + LANES] for first in range(0, x.shape[1], LANES)]
 
     of_keys, of_values = keys.scales
-    scores = Rows(query.astype(jnp.float32), True).by_features(parts(keys.key)) * (of_keys * spec.softmax_scale)
+    scores = Rows(query.astype(jnp.float32)).by_features(parts(keys.key)) * (of_keys * spec.softmax_scale)
     if spec.logit_softcap is not None:
         scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
     scores = jnp.where(hidden, MASKED, scores)
     largest = jnp.maximum(state.largest, scores.max(axis=1, keepdims=True))
     shares, kept = jnp.exp(scores - largest), jnp.exp(state.largest - largest)
-    mixed = Rows(shares * of_values, True, of_values.max(1, keepdims=True)).by_rows(parts(keys.value))
-    return Running(
-        largest, state.total * kept + shares.sum(axis=1, keepdims=True), state.mixed * kept + mixed
-    )
+    mixed = Rows(shares * of_values, of_values.max(1, keepdims=True)).by_rows(parts(keys.value))
+    return Running(largest, state.total * kept + shares.sum(axis=1, keepdims=True), state.mixed * kept + mixed)

@@ -26,8 +26,6 @@ def unserved(spec: AttentionSpec, platform: str, dtype: Any, value_in_key: bool 
     if spec.alibi is not None:
         return "it has no ALiBi"
     kept = np.dtype(dtype)
-    if kept == np.int8:
-        return None
     if spec.sinks:
         return "it has no sinks"
     if max(spec.head_dim, spec.value_dim) > WIDEST_HEAD:

@@ -1,22 +1,18 @@
 """The layout of keys and values in pages.
 
 Split pages are [pages, planes, kv_heads, page_size, dim] with one plane for keys and one for values, or one plane
-for both. Products on a CPU need this layout, one product per KV head. TPUs have it for pages of 8 bits whose combined
-rows would need heads of zeros, with dim a multiple of 128: of one KV head on each device, and of latents. Their pages
-have a multiple of 32 tokens, the tokens of a tile, and a kernel writes whole tiles (`tile_write`). The scales of int8
-are [pages, planes, kv_heads, page_size] on a CPU. On a TPU each tile has 128 numbers for each head, [pages, page_size /
-32, 1, kv_heads * 128]: the scales of 32 keys, then those of their values, then nothing.
+for both. Products on a CPU need this layout, one product per KV head. TPUs have it, with dim a multiple of 128, for
+pages of int8, and for those of float8 whose combined rows would need heads of zeros: of one KV head on each device, and
+of latents. Their pages have a multiple of 32 tokens, the tokens of a tile, and a kernel writes whole tiles
+(`tile_write`). The scales of int8 are [pages, planes, kv_heads, page_size] on a CPU. On a TPU those of a tile lie
+together, [pages, page_size / 32, 1, kv_heads * 64 or 128]: of each head the scales of 32 keys, then those of their
+values. A head has 64 numbers where that gives each device rows of 128, or else 128, of which the rest is unused.
 
 Combined pages are [pages, page_size, kv_heads * planes, dim], each head's key before its value, with dim a multiple of
 128. JAX's kernel needs this layout, and XLA:TPU writes tokens into it without copying all pages. Both need whole tiles,
 so heads of zeros follow each device's heads if those do not fill tiles. Where values are beside keys and heads have 256
 or 512 features, these are split into parts of 128 that follow one another, [pages, page_size, parts * kv_heads * 2,
-128]: the same bytes, but a kernel loads one part of many tokens at once.
-
-Combined pages of int8 with values beside keys are paired, for the kernels in `int8_kernel`: [pages, page_size, halves *
-kv_heads * 2, 128], where the features of wider heads than 128 are split into halves that follow one another. Their
-scales are, for each pair of heads and token, those of the first head's key and value, then of the second's: rows of
-128 of them, [pages, pairs * page_size / 32, 128]."""
+128]: the same bytes, but a kernel loads one part of many tokens at once."""
 
 from __future__ import annotations
 
@@ -31,15 +27,13 @@ from jax.sharding import Mesh, Sharding
 
 from ttpu_core.spec import AttentionSpec, axes
 from ttpu_jax.ops.paged_attention.batch import PagedKV
-from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
-from ttpu_jax.ops.paged_attention.kernel import padded_heads
+from ttpu_jax.ops.paged_attention.kernel import LANES, padded_heads
 
 SPLIT = (2 * LANES, 4 * LANES)
 """Widths of heads whose features combined pages split; other parts would leave gaps between tokens."""
 TILE_TOKENS = 32
 """Tokens of a tile of 8 bits, in which split pages are written: four in each of eight rows of a register."""
 INT8_LIMIT = 127.0
-LARGEST = 1e30  # of what stands for more, and for NaN
 SMALLEST = 1e-30  # of a token's largest feature: its scale must be a normal number
 
 
@@ -96,7 +90,7 @@ def empty_pages(
 
     scales = None
     if dtype == np.int8:
-        scales = make(*_scales(spec, shape, logical, placement, value_in_key), jnp.float32)
+        scales = make(*_scales(spec, shape, logical, placement), jnp.float32)
     return PagedKV(make(shape, logical, dtype), scales, group, value_in_key, combined)
 
 
@@ -117,18 +111,13 @@ def page_bytes(
     shape, logical = _shape(spec, 1, page_size, dtype, value_in_key, combined, placement)
     size = math.prod(shape) * dtype.itemsize
     if dtype == np.int8:
-        size += math.prod(_scales(spec, shape, logical, placement, value_in_key)[0]) * 4
+        size += math.prod(_scales(spec, shape, logical, placement)[0]) * 4
     return size, _ways(spec, placement)
 
 
 def page_size_of(kv: PagedKV) -> int:
     """Tokens per page."""
     return kv.pages.shape[1 if kv.combined else 3]
-
-
-def is_paired(kv: PagedKV) -> bool:
-    """Whether pages are combined ones of int8 with values beside keys."""
-    return bool(kv.combined) and kv.scales is not None and not kv.value_in_key
 
 
 def has_tiled_scales(kv: PagedKV) -> bool:
@@ -144,21 +133,15 @@ def rows_of(kv: PagedKV, key: jax.Array, value: jax.Array | None) -> tuple[jax.A
         key: [tokens, kv_heads, dim].
         value: [tokens, kv_heads, value_dim], or None if values are the first features of keys.
     """
-    parts = _halves(kv) if is_paired(kv) else 1 if value is None else parts_of(kv, max(key.shape[-1], value.shape[-1]))
+    parts = 1 if value is None else parts_of(kv, max(key.shape[-1], value.shape[-1]))
     width = kv.pages.shape[-1] * parts
     planes = [widened(key, width)] if value is None else [widened(key, width), widened(value, width)]
     rows = _beside(kv, jnp.stack(planes, axis=2), parts) if kv.combined else jnp.stack(planes, axis=1)
     if kv.scales is None:
         return _stored(kv, rows), None
-    if not is_paired(kv):
-        rows = rows.astype(jnp.float32)
-        scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
-        return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
-    scales = scales_of(jnp.abs(rows).max(-1).astype(jnp.float32))  # the rows' dtype holds their maximum
-    rows = jnp.round(rows.astype(jnp.float32) / scales[..., None]).astype(jnp.int8)
-    if width > LANES:
-        rows = rows.reshape(len(key), kv.combined, -1, width // LANES, LANES).swapaxes(2, 3)
-    return rows.reshape(len(key), -1, LANES), scales.reshape(len(key), -1, PAIR)
+    rows = rows.astype(jnp.float32)
+    scales = jnp.maximum(jnp.abs(rows).max(-1), SMALLEST) / INT8_LIMIT
+    return jnp.round(rows / scales[..., None]).astype(jnp.int8), scales
 
 
 def rows_of_pairs(kv: PagedKV, pairs: jax.Array) -> jax.Array:
@@ -191,9 +174,9 @@ def _beside(kv: PagedKV, planes: jax.Array, parts: int) -> jax.Array:
     rows = planes.reshape(tokens, kv.combined, -1, width)
     more = kv.pages.shape[2] * kv.pages.shape[3] // width // kv.combined - rows.shape[2]
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, more), (0, 0)))
-    if kv.scales is None and parts > 1:
+    if parts > 1:
         rows = rows.reshape(tokens, kv.combined, -1, parts, LANES).swapaxes(2, 3)
-    return rows.reshape(tokens, -1, kv.pages.shape[-1] if kv.scales is None else width)
+    return rows.reshape(tokens, -1, kv.pages.shape[-1])
 
 
 def _stored(kv: PagedKV, rows: jax.Array) -> jax.Array:
@@ -209,13 +192,6 @@ def in_float8(x: jax.Array) -> jax.Array:
     """x [...] in float8_e4m3fn, the same shape. A cast of a larger value than its maximum would give NaN."""
     most = float(jnp.finfo(jnp.float8_e4m3fn).max)
     return jnp.clip(x, -most, most).astype(jnp.float8_e4m3fn)
-
-
-def scales_of(largest: jax.Array) -> jax.Array:
-    """The scales [...] of paired rows whose largest magnitudes are `largest` [...], both float32; the scales are exact
-    in bfloat16. An infinity or a NaN would reach other tokens' pages in the products that distribute scales."""
-    kept = jnp.where(largest < LARGEST, jnp.maximum(largest, SMALLEST), LARGEST)
-    return (kept / INT8_LIMIT).astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def read(
@@ -236,22 +212,18 @@ def read(
     one = rows * n == 1  # XLA:CPU copies a slice faster than it gathers
     found = jax.lax.dynamic_index_in_dim(kv.pages, pages[0, 0], 0)[None] if one else kv.pages[pages]
     scales = None
-    parts = _halves(kv) if is_paired(kv) else 1 if kv.value_in_key else parts_of(kv, max(spec.head_dim, spec.value_dim))
+    parts = 1 if kv.value_in_key else parts_of(kv, max(spec.head_dim, spec.value_dim))
     if parts > 1:
         found = found.reshape(rows, n, -1, parts, found.shape[3] // parts, LANES).swapaxes(3, 4)
         found = found.reshape(rows, n, found.shape[2], -1, parts * LANES)
-    if is_paired(kv):
-        assert kv.scales is not None
-        places = kv.scales[pages].reshape(rows, n, -1, kv.pages.shape[1], PAIR)
-        scales = places.swapaxes(2, 3).reshape(rows, n, kv.pages.shape[1], -1, 1)
-    elif kv.scales is not None:
+    if kv.scales is not None:
         # Without the constraint XLA:TPU would convert all 8-bit pages to another layout to read these.
         found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         scales = kv.scales[pages]
         if has_tiled_scales(kv):
-            tiles = scales.reshape(*scales.shape[:3], -1, LANES // TILE_TOKENS, TILE_TOKENS)
-            scales = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(rows, n, -1, tiles.shape[3], page_size_of(kv))
-            scales = scales[:, :, : found.shape[2]]
+            planes, heads = found.shape[2:4]
+            tiles = scales.reshape(*scales.shape[:3], heads, -1, TILE_TOKENS)[..., :planes, :]
+            scales = tiles.transpose(0, 1, 4, 3, 2, 5).reshape(rows, n, planes, heads, page_size_of(kv))
         scales = (scales.swapaxes(2, 3) if kv.combined else scales)[..., None]
     if found.dtype == jnp.uint16:  # bfloat16 is the upper half of a float32
         found = jax.lax.bitcast_convert_type(found.astype(jnp.uint32) << 16, jnp.float32)
@@ -293,14 +265,13 @@ def _combined(
     if dtype.itemsize > 1 or page_size % TILE_TOKENS:
         return ways
     own = spec.num_kv_heads // ways
-    return 0 if padded_heads(own, dtype, _parts(spec, dtype, value_in_key)) > own else ways
+    return 0 if dtype == np.int8 or padded_heads(own, dtype, _parts(spec, value_in_key)) > own else ways
 
 
-def _parts(spec: AttentionSpec, dtype: np.dtype[Any], value_in_key: bool) -> int:
+def _parts(spec: AttentionSpec, value_in_key: bool) -> int:
     """Parts of 128 into which combined pages split the features of a head; 1 where they do not."""
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    split = width in SPLIT or dtype == np.int8
-    return width // LANES if split and not value_in_key else 1
+    return width // LANES if width in SPLIT and not value_in_key else 1
 
 
 def _shape(
@@ -320,7 +291,7 @@ def _shape(
     if combined:
         logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # else each device holds all rows
         if planes == 2:
-            parts = _parts(spec, dtype, value_in_key)
+            parts = _parts(spec, value_in_key)
             heads = parts * combined * padded_heads(heads // combined, dtype, parts)
             width //= parts
         return (num_pages, page_size, heads * planes, width), logical
@@ -328,36 +299,26 @@ def _shape(
 
 
 def _scales(
-    spec: AttentionSpec,
-    shape: tuple[int, ...],
-    logical: tuple[str | None, ...],
-    placement: Placement,
-    value_in_key: bool,
+    spec: AttentionSpec, shape: tuple[int, ...], logical: tuple[str | None, ...], placement: Placement
 ) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """The shape and axes of the scales of pages with this `shape` and these axes. Tokens come last, since a TPU pads
     the last dimension to 128."""
-    if len(shape) == 5 and placement.platform == "tpu":
-        shared = logical[2] if _ways(spec, placement) > 1 else None  # else each device holds those of all heads
-        return (shape[0], shape[3] // TILE_TOKENS, 1, shape[2] * LANES), (None, None, None, shared)
-    if len(shape) == 4 and not value_in_key:
-        halves = -(-max(spec.head_dim, spec.value_dim) // LANES)
-        width = math.gcd(shape[1] * PAIR, LANES)
-        rows = shape[2] // halves // PAIR * (shape[1] * PAIR // width)
-        return (shape[0], rows, width), (None, logical[2], None)
     if len(shape) == 4:
         return (shape[0], shape[2], shape[1]), (logical[0], logical[2], logical[1])
-    return shape[:-1], logical[:-1]
+    if placement.platform != "tpu":
+        return shape[:-1], logical[:-1]
+    _, planes, heads, page_size, _ = shape
+    ways = _ways(spec, placement)
+    of_head = planes * TILE_TOKENS
+    if heads // ways * of_head % LANES:
+        of_head = LANES
+    shared = logical[2] if ways > 1 else None  # else each device holds those of all heads
+    return (shape[0], page_size // TILE_TOKENS, 1, heads * of_head), (None, None, None, shared)
 
 
 def parts_of(kv: PagedKV, features: int) -> int:
     """Parts of 128 into which pages without scales split heads of that many features; 1 where they do not."""
     return -(-features // LANES) if kv.combined and features > kv.pages.shape[-1] else 1
-
-
-def _halves(kv: PagedKV) -> int:
-    """Parts of 128 features per head of paired pages."""
-    assert kv.scales is not None
-    return math.prod(kv.pages.shape[1:]) // math.prod(kv.scales.shape[1:]) // LANES
 
 
 def widened(x: jax.Array, width: int) -> jax.Array:

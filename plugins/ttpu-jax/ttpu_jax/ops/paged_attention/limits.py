@@ -1,5 +1,5 @@
-"""What our kernels for pages without scales, or with split ones, serve (`decode_kernel`, `prompt_kernel`); asked without importing
-Pallas, which takes a tenth of a second."""
+"""What our kernels for pages (`decode_kernel`, `prompt_kernel`) serve; asked without importing Pallas, which takes a
+tenth of a second."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ def unserved(spec: AttentionSpec, dtype: Any, value_in_key: bool = False) -> str
 
 def unserved_pages(kv: PagedKV) -> str | None:
     """Why the kernels do not read these pages, even if they serve the layer, or None."""
-    if kv.value_in_key and kv.combined and kv.pages.dtype.itemsize == 1:
-        return f"pages of latents in 8 bits must have a multiple of {TILE_TOKENS} tokens"
+    if kv.combined and (kv.scales is not None or (kv.value_in_key and kv.pages.dtype.itemsize == 1)):
+        return f"pages of latents in 8 bits, and all in int8, must have a multiple of {TILE_TOKENS} tokens"
     if kv.combined and not kv.value_in_key and kv.pages.shape[3] > LANES:
         return _unsplit(kv.pages.shape[3])
-    if kv.combined and kv.scales is not None:
-        return "pages of int8 with the rows of several heads beside each other have kernels of their own"
     return None
 
 

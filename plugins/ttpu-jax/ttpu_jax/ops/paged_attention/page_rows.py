@@ -1,8 +1,7 @@
 """Keys and values of pages in VMEM, inside kernels. Two neighbouring rows of combined pages are a head's key and value
 for one token. In 16 bits they are one row of 32-bit registers, in 8 bits half of one, and they are separated there.
 Combined pages of latents have one row for each token, which is its key, and whose first features are its value. Split
-pages have the rows of a head one after another, and those of int8 have rows of scales for each tile of 32 tokens. Pages
-of int8 with rows of both beside each other are read by `int8_kernel`."""
+pages have the rows of a head one after another, and those of int8 have scales for each tile of 32 tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +60,8 @@ def read_by_kernels(
                 value = key[:, :values] if planes == 1 else _rows(found[:, heads + head], left, integers)
                 if not scales:
                     return BlockKeys(key, value)
-                of_planes = [_scales(scales[0], head, plane, left) for plane in range(planes)]
+                of_head = scales[0].shape[3] // heads
+                of_planes = [_scales(scales[0], head * of_head + n * TILE_TOKENS, left) for n in range(planes)]
                 return BlockKeys(key, value, (of_planes[0], of_planes[-1]))
 
             return read
@@ -81,7 +81,7 @@ def read_by_kernels(
 
 
 def _rows(found: jax.Array, left: Any, integers: bool) -> jax.Array:
-    """The rows [tokens, width] of `found` [pages, page_size, width]. Numbers of 8 bits become bfloat16, unless `integers`
+    """The rows [tokens, width] of `found` [pages, page_size, width]. Those of 8 bits become bfloat16, unless `integers`
     are wanted."""
     number, page_size, width = found.shape
     rows = found.reshape(number * page_size, width)
@@ -93,21 +93,25 @@ def _rows(found: jax.Array, left: Any, integers: bool) -> jax.Array:
     return jnp.where(there, rows, jnp.zeros_like(rows))
 
 
-def _scales(found: Any, head: int, plane: int, left: Any) -> jax.Array:
-    """The scales [1, tokens] of a head's keys (plane 0) or values (plane 1), in `found` [pages, tiles, 1, kv_heads *
-    128]."""
+def _scales(found: Any, column: int, left: Any) -> jax.Array:
+    """The scales [1, tokens] that lie in 32 columns of `found` [pages, tiles, 1, columns] from `column` on."""
     pages, tiles, _, lanes = found.shape
-    flat, own = found.reshape(pages * tiles, lanes), slice(head * LANES, (head + 1) * LANES)
+    flat, own = found.reshape(pages * tiles, lanes), slice(column // LANES * LANES, (column // LANES + 1) * LANES)
     in_row = min(LANES // TILE_TOKENS, pages * tiles)  # tiles whose scales fill a row of the result
     whole = pages * tiles // in_row
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+
+    def loaded(first: int, count: int) -> jax.Array:
+        """The row of every fourth tile from `first` on."""
+        if count > 1 and lanes == LANES:  # others cannot be loaded with a stride
+            return flat[pl.ds(first, count, stride=in_row), own]
+        return jnp.concatenate([flat[pl.ds(first + number * in_row, 1), own] for number in range(count)])
 
     def rows(first: int, count: int, places: int) -> jax.Array:
         """`count` rows of scales, each of `places` neighbouring tiles from `first` on."""
         row = jnp.zeros((count, LANES), jnp.float32)
         for place in range(places):
-            of_tiles = pl.ds(first + place, count, stride=in_row) if count > 1 else pl.ds(first + place, 1)
-            moved = pltpu.roll(flat[of_tiles, own], (place - plane) * TILE_TOKENS % LANES, 1)
+            moved = pltpu.roll(loaded(first + place, count), (place * TILE_TOKENS - column) % LANES, 1)
             row = jnp.where(lane // TILE_TOKENS == place, moved, row)
         return row
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.paged_attention.batch import RaggedBatch
-from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 
 LARGE = 1e38
 """What stands for numbers that are not finite: its square is not, and its parts in bfloat16 are."""
@@ -28,10 +27,8 @@ class Pieces(NamedTuple):
     number: jax.Array
 
 
-def unserved_batch(spec: AttentionSpec, batch: RaggedBatch, group: int, *, paired: bool) -> str | None:
-    """Why a kernel does not serve this batch of a layer that it serves, or None. `paired`: of the pages."""
-    if paired and batch.page_size * PAIR % LANES:
-        return f"int8 pages must have a multiple of {LANES // PAIR} tokens"
+def unserved_batch(spec: AttentionSpec, batch: RaggedBatch, group: int) -> str | None:
+    """Why a kernel does not serve this batch of a layer that it serves, or None."""
     sequences, width = _table_shape(spec, batch, group)
     if spec.chunk is not None and spec.chunk % batch.page_size:
         return "chunks must be whole pages"

@@ -1,6 +1,6 @@
 """Attention of steps in which sequences have many queries, to pages on one TPU, as a Pallas kernel. A step of its grid
-computes a block of queries, and copies the pages that these see. What reads keys and values out of them depends on how
-pages hold these: `attend` has that of `page_rows`, `int8_kernel` another."""
+computes a block of queries, and copies the pages that these see. What reads keys and values out of them (`page_rows`)
+depends on how pages hold these."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Writes a step's keys and values into split pages of float8 or int8 on one TPU, in place, as a Pallas kernel. A tile of
-such pages holds 32 tokens, four in each row of a register, and memory is copied by tiles: tiles that a step writes in
-part are read before. So are rows of scales, of which int8 pages have one for each head of a tile. Padding tokens are
-not written."""
+"""Writes a step's keys and values into split pages of float8 or int8 on one TPU, in place, as a Pallas kernel. A tile
+of such pages holds 32 tokens, four in each row of a register, and memory is copied by tiles: tiles that a step writes
+in part are read before. So are the scales of a tile, which int8 pages have. Padding tokens are not written."""
 
 from __future__ import annotations
 
@@ -51,10 +50,11 @@ def write_tiles(
     item, tokens = new[0].dtype.itemsize, len(slots)
     beside = item * 2 + 4 if single else item * NEARBY  # bytes of new tokens, for each feature of a tile
     tile_bytes = planes * heads * width * (TILE_TOKENS + beside)
-    pools, held = [kv.pages.reshape(number, planes * heads, page_size, width)], [(planes * heads, TILE_TOKENS, width)]
+    pools = [kv.pages.reshape(number, planes * heads, page_size, width)]
+    held: list[tuple[int, ...]] = [(planes * heads, TILE_TOKENS, width)]
     if kv.scales is not None:
-        pools, held = [*pools, kv.scales], [*held, (1, heads * LANES)]
-        tile_bytes += (heads + (planes * heads if single else 0)) * LANES * 4
+        pools, held = [*pools, kv.scales], [*held, (1, kv.scales.shape[3])]
+        tile_bytes += (kv.scales.shape[3] + (planes * heads * LANES if single else 0)) * 4
     block = min(len(first), max(1, BLOCK_BYTES // tile_bytes))
     if single:
         block = block if block == tokens else max(block // ALIGNED * ALIGNED, ALIGNED)
@@ -86,7 +86,7 @@ def write_tiles(
         cost_estimate=pl.CostEstimate(
             flops=0,
             bytes_accessed=len(first) * planes * heads * width * (2 * TILE_TOKENS + item * (1 if single else NEARBY))
-            + (0 if kv.scales is None else len(first) * heads * LANES * 2 * 4),
+            + (0 if kv.scales is None else len(first) * kv.scales.shape[3] * 2 * 4),
             transcendentals=0,
         ),
         interpret=interpret,
@@ -115,9 +115,9 @@ def _tiles(slots: jax.Array, starts: jax.Array, single: bool) -> tuple[jax.Array
 
 
 class _Tiles:
-    """The tiles of one step of the grid: `first`, `counts` and `slots` as `_tiles` gives them, the `pools` in HBM, which
-    are pages [pages, arrays, page_size, width] and perhaps their scales, and what is `held` of them in VMEM: tiles
-    [block, arrays, 32, width], where an array is a head's keys or values, and scales [block, 1, kv_heads * 128]."""
+    """The tiles of one step of the grid: `first`, `counts` and `slots` as `_tiles` gives them; the `pools` in HBM,
+    which are pages [pages, arrays, page_size, width] and perhaps their scales; and what is `held` of them in VMEM:
+    tiles [block, arrays, 32, width], where an array is a head's keys or values, and scales [block, 1, columns]."""
 
     def __init__(
         self, first: Any, counts: Any, present: Any, slots: Any, pools: Sequence[Any], held: Sequence[Any], ready: Any
@@ -149,7 +149,7 @@ class _Tiles:
             index: of the tile.
             words: for each array uint32 [8, width], in which the new tokens have their places; what lies in others
                 is not written.
-            scales: for each head float32 [1, 128], where int8 has scales. The same holds for these.
+            scales: for each row of scales float32 [1, 128]. The same holds for these.
         """
         before, place = self.slots[self.first[index]] % TILE_TOKENS, index - self.begin  # tokens before in the tile
 
@@ -163,11 +163,25 @@ class _Tiles:
         for number, one in enumerate(words):
             kept = pltpu.bitcast(self.held[0][place, number], jnp.uint32)
             self.held[0][place, number] = pltpu.bitcast((kept & ~mine) | (one & mine), self.held[0].dtype)
-        for head, row in enumerate(scales):
-            own = place, slice(None), slice(head * LANES, (head + 1) * LANES)
+        for number, row in enumerate(scales):
+            own = place, slice(None), slice(number * LANES, (number + 1) * LANES)
             self.held[1][own] = jnp.where(is_new(_lane() % TILE_TOKENS), row, self.held[1][own])
         for there, here in zip(self._there(index), self._here(index), strict=True):
             pltpu.make_async_copy(here, there, self.ready).start()
+
+    def rows(self, scales: Sequence[jax.Array], planes: int) -> list[jax.Array]:
+        """Rows of scales [1, 128] as they are kept, of those of each array [1, 128], in which every 32 columns have the
+        scales of the tile's tokens."""
+        if not scales:
+            return []
+        heads, columns = len(scales) // planes, self.held[1].shape[2]
+        rows = [scales[0]] * (columns // LANES)
+        for head in range(heads):
+            for plane in range(planes):
+                number, first = divmod(head * columns // heads + plane * TILE_TOKENS, LANES)
+                own = _lane() // TILE_TOKENS == first // TILE_TOKENS
+                rows[number] = jnp.where(own, scales[plane * heads + head], rows[number])
+        return rows
 
     def wait_written(self, index: Any) -> None:
         """Wait until a tile is copied back."""
@@ -191,7 +205,7 @@ def _lane() -> jax.Array:
 
 
 def _quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The 8 bits of each number of x [tokens, width], int32 0 to 255, also of NaN; and the scales [tokens, 1] of int8."""
+    """The 8 bits of each number of x [tokens, width] as int32, also of NaN; and the scales [tokens, 1] of int8."""
     wide = x.astype(jnp.float32)
     if dtype != jnp.int8:
         return pltpu.bitcast(in_float8(wide), jnp.uint8).astype(jnp.int32), None
@@ -199,9 +213,7 @@ def _quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     return jnp.round(wide / scale).astype(jnp.int32) & 255, scale
 
 
-def _write_single(
-    first: Any, counts: Any, present: Any, slots: Any, *others: Any, planes: int, heads: int
-) -> None:
+def _write_single(first: Any, counts: Any, present: Any, slots: Any, *others: Any, planes: int, heads: int) -> None:
     """A block of tokens, each in a tile of its own. others: for each plane new tokens [kv_heads, block, width]; the
     pools as input and, the same memory, as output; the tiles; the semaphore; `bits` int32 [arrays, block, width], and
     where there are scales these, float32 [arrays, block, 128], repeated along lanes."""
@@ -219,11 +231,8 @@ def _write_single(
         place = pl.ds(index - tiles.begin, 1)
         rows = [bits[number, place] * 0x01010101 for number in range(len(bits))]
         words = [pltpu.bitcast(jnp.broadcast_to(row, (ROWS, row.shape[1])), jnp.uint32) for row in rows]
-        scales = [
-            _beside([spread[0][plane * heads + head, place] for plane in range(planes)])
-            for head in range(heads if spread else 0)
-        ]
-        tiles.start_write(index, words, scales)
+        scales = [one[number, place] for one in spread for number in range(len(bits))]
+        tiles.start_write(index, words, tiles.rows(scales, planes))
 
     tiles.for_each(change)
     tiles.for_each(tiles.wait_written)
@@ -276,8 +285,7 @@ def _write(first: Any, counts: Any, present: Any, slots: Any, *others: Any, plan
             words.append(pltpu.bitcast(turned.astype(jnp.int32).astype(jnp.uint8), jnp.uint32))
             if scale is not None:
                 rows.append(jnp.where(of_lane, scale, 0.0).sum(0, keepdims=True))
-        scales = [_beside(rows[head::heads]) for head in range(heads if rows else 0)]
-        tiles.start_write(index, words, scales)
+        tiles.start_write(index, words, tiles.rows(rows, planes))
 
     for visit in (start, wait, change, tiles.wait_written):
         tiles.for_each(visit)
@@ -288,11 +296,3 @@ def _named(others: Sequence[Any], planes: int) -> tuple[Sequence[Any], Sequence[
     new, others = others[:planes], others[planes:]
     pools = 2 if others[0].dtype == jnp.int8 else 1
     return new, others[pools : 2 * pools], others[2 * pools : 3 * pools], others[3 * pools :]
-
-
-def _beside(scales: Sequence[jax.Array]) -> jax.Array:
-    """A head's row of scales [1, 128], of which 32 lanes are from each plane's row in `scales`."""
-    row = scales[0]
-    for plane, one in enumerate(scales[1:], 1):
-        row = jnp.where(_lane() < plane * TILE_TOKENS, row, one)
-    return row

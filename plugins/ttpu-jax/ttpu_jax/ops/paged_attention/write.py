@@ -11,12 +11,10 @@ from jax.sharding import PartitionSpec
 
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
-from ttpu_jax.ops.paged_attention.int8_blocks import LANES, PAIR
 from ttpu_jax.ops.paged_attention.layout import (
     TILE_TOKENS,
     has_tiled_scales,
     heads_of,
-    is_paired,
     page_size_of,
     rows_of,
     rows_of_pairs,
@@ -47,9 +45,6 @@ def write(
         heads_outside: keys and values are laid out with tokens within heads (`ttpu_jax.ops.matmul.rings`).
     """
     on_tpu = context is not None and context.platform == "tpu"
-    if on_tpu and is_paired(kv) and value is not None and _whole_rows(kv):
-        assert context is not None
-        return _by_int8_kernel(kv, key, value, batch, context)
     if on_tpu and not kv.combined:  # always by a kernel: XLA would copy all pages to write some rows of tiles
         assert context is not None
         new = heads_of(kv, key) if value is None else heads_of(kv, key, value)
@@ -67,13 +62,11 @@ def write(
     page, offset = slots // size, slots % size
     token: tuple[Any, ...] = (page, offset) if kv.combined else (page, slice(None), slice(None), offset)
     pages, kept = kv.pages.at[token].set(rows, mode="promise_in_bounds"), kv.scales
-    if is_paired(kv):
-        assert kept is not None and scales is not None
-        kept = _with_scales(kept, page, offset, scales, batch)
-    elif has_tiled_scales(kv):
+    if has_tiled_scales(kv):
         assert kept is not None and scales is not None
         _, planes, heads = scales.shape
-        first = jnp.arange(heads) * LANES + jnp.arange(planes)[:, None] * TILE_TOKENS  # column of each tile's scales
+        of_head, of_plane = kept.shape[3] // heads, TILE_TOKENS
+        first = jnp.arange(heads) * of_head + jnp.arange(planes)[:, None] * of_plane  # column of each tile's scales
         column = first + (offset % TILE_TOKENS)[:, None, None]
         where = page[:, None, None], (offset // TILE_TOKENS)[:, None, None], 0, column
         kept = kept.at[where].set(scales, mode="promise_in_bounds")
@@ -101,11 +94,6 @@ def write_pairs(
     return _by_kernel(kv, (rows_of_pairs(kv, pairs),), batch, context)
 
 
-def _whole_rows(kv: PagedKV) -> bool:
-    """Whether the scales of a page are rows of 128."""
-    return kv.scales is not None and kv.scales.shape[2] == LANES
-
-
 def _by_kernel(kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, context: AttentionContext) -> PagedKV:
     """The pages with what is new in the tokens' slots: rows [tokens, rows, width], or what `heads_of` gives."""
     from ttpu_jax.ops.paged_attention import page_write, tile_write
@@ -121,7 +109,8 @@ def _by_kernel(kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, cont
             return tile_write.write_tiles(kv, *new, slots=slots, starts=starts, single=single)
         if len(new) == 1:
             return replace(kv, pages=page_write.write_rows(kv.pages, new[0], slots, owners, starts, single=single))
-        return replace(kv, pages=page_write.write_heads(kv.pages, *new, slots, owners, starts, single=single))
+        pages = page_write.write_heads(kv.pages, new[0], new[1], slots, owners, starts, single=single)
+        return replace(kv, pages=pages)
 
     if context.mesh is not None:
         heads = context.head_axes or None
@@ -138,56 +127,3 @@ def _by_kernel(kv: PagedKV, new: tuple[jax.Array, ...], batch: RaggedBatch, cont
         )
     written: PagedKV = run(kv, new, slots, owners, starts)
     return written
-
-
-def _by_int8_kernel(
-    kv: PagedKV, key: jax.Array, value: jax.Array, batch: RaggedBatch, context: AttentionContext
-) -> PagedKV:
-    from ttpu_jax.ops.paged_attention import int8_write
-
-    if context.mesh is None:
-        return int8_write.write(kv, key, value, batch)
-    heads = context.head_axes or None
-    of_rows: Any = PartitionSpec(None, None, heads)
-    of_keys: Any = PartitionSpec(None, heads)  # and of scales
-    of_pages = replace(kv, pages=of_rows, scales=of_keys)
-    run = jax.shard_map(  # the compiler cannot shard the kernel
-        int8_write.write,
-        mesh=context.mesh,
-        in_specs=(of_pages, of_keys, of_keys, PartitionSpec()),
-        out_specs=of_pages,
-        check_vma=False,
-    )
-    written: PagedKV = run(kv, key, value, batch)
-    return written
-
-
-def _with_scales(
-    kept: jax.Array, page: jax.Array, offset: jax.Array, scales: jax.Array, batch: RaggedBatch
-) -> jax.Array:
-    """The scales `kept` of paired pages with those of new tokens. A TPU would write parts of rows one by one, so whole
-    pages of scales are written.
-
-    Args:
-        kept: [pages, pairs * page_size / 32, 128].
-        page: [tokens].
-        offset: [tokens], in the page.
-        scales: [tokens, pairs, 4], exact in bfloat16.
-        batch: the flat batch.
-    """
-    tokens, pairs, _ = scales.shape
-    rows, width = kept.shape[1] // pairs, kept.shape[2]
-    column = jnp.arange(rows * width).reshape(rows, width)
-    mine = jnp.tile(column // PAIR == offset[:, None, None], (1, pairs, 1))
-    each_entry = (jnp.arange(PAIR)[:, None, None] == column % PAIR).astype(jnp.bfloat16)
-    new = jnp.einsum("tpe,erl->tprl", scales.astype(jnp.bfloat16), each_entry, preferred_element_type=jnp.float32)
-    new = new.reshape(tokens, pairs * rows, width)
-    if batch.max_queries > 1:  # tokens share pages, each of which is written once, with all of them
-        last = page != jnp.append(page[1:], -1)
-        most = min(tokens, tokens // batch.page_size + 2 * len(batch.kv_lens))
-        written = page[jnp.nonzero(last, size=most, fill_value=tokens - 1)[0]]
-        same = (written[:, None] == page).astype(jnp.bfloat16)
-        each = jnp.where(mine, new, 0).astype(jnp.bfloat16)
-        new = jnp.einsum("wt,trl->wrl", same, each, preferred_element_type=jnp.float32)
-        page, mine = written, new > 0
-    return kept.at[page].set(jnp.where(mine, new, kept[page]), mode="promise_in_bounds")
