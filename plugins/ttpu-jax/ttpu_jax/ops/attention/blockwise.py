@@ -18,6 +18,16 @@ LOWEST = MASKED / 10
 """Where the largest score begins: above the scores of hidden keys, whose exponentials are therefore zero."""
 
 
+class Weights(NamedTuple):
+    """What one more block makes of a head's queries: largest and total [queries, 1] with it, what is `kept` [queries, 1]
+    of the state before, and the block's `shares` [queries, keys], exponentials of scores less the largest."""
+
+    largest: jax.Array
+    total: jax.Array
+    kept: jax.Array
+    shares: jax.Array
+
+
 class Running(NamedTuple):
     """The state of a head's queries: largest and total [queries, 1], mixed [queries, value_dim], all float32."""
 
@@ -58,31 +68,60 @@ class Running(NamedTuple):
             beside: float32 [queries, keys], what other features add to the scores before they are scaled.
             scales: float32 [1, keys] each, of keys and of values, where these are integers.
         """
-        precision = jax.lax.Precision.HIGHEST if key.dtype == jnp.float32 else None
+        of_keys, of_values = (None, None) if scales is None else scales
+        scores = scored(query, key, hidden, spec, keys_last=keys_last, beside=beside, scale=of_keys)
+        return self.mixed_with(self.weighed(scores), value, values_last=values_last, scale=of_values)
 
-        def product(x: jax.Array, other: jax.Array, over: int) -> jax.Array:
-            dims = (((1,), (over,)), ((), ()))
-            return jax.lax.dot_general(x, other, dims, preferred_element_type=jnp.float32, precision=precision)
-
-        scores = product(query, key, 0 if keys_last else 1)
-        scores = scores if beside is None else scores + beside
-        scores = scores * (spec.softmax_scale if scales is None else scales[0] * spec.softmax_scale)
-        if spec.logit_softcap is not None:
-            scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
-        scores = jnp.where(hidden, MASKED, scores)
+    def weighed(self, scores: jax.Array) -> Weights:
+        """The shares of one more block, of which the queries' `scores` [queries, keys] are given."""
         largest = jnp.maximum(self.largest, scores.max(axis=1, keepdims=True))
-        shares = jnp.exp(scores - largest)
-        kept = jnp.exp(self.largest - largest)
-        weights = shares if scales is None else shares * scales[1]
-        return Running(
-            largest,
-            self.total * kept + shares.sum(axis=1, keepdims=True),
-            self.mixed * kept + product(weights.astype(value.dtype), value, 1 if values_last else 0),
-        )
+        shares, kept = jnp.exp(scores - largest), jnp.exp(self.largest - largest)
+        return Weights(largest, self.total * kept + shares.sum(axis=1, keepdims=True), kept, shares)
+
+    def mixed_with(
+        self, weights: Weights, value: jax.Array, *, values_last: bool = False, scale: jax.Array | None = None
+    ) -> Running:
+        """The state after the block of these weights and values, see `attended`."""
+        shares = weights.shares if scale is None else weights.shares * scale
+        return self.after(weights, _product(shares.astype(value.dtype), value, 1 if values_last else 0))
+
+    def after(self, weights: Weights, mixed: jax.Array) -> Running:
+        """The state after the block of these weights, whose values give `mixed` [queries, value_dim]."""
+        return Running(weights.largest, weights.total, self.mixed * weights.kept + mixed)
 
     def result(self) -> jax.Array:
         """[queries, value_dim] in float32; zeros of queries that see nothing."""
         return self.mixed / jnp.where(self.total == 0.0, 1.0, self.total)
+
+
+def scored(
+    query: jax.Array,
+    key: jax.Array,
+    hidden: jax.Array,
+    spec: AttentionSpec,
+    *,
+    keys_last: bool = False,
+    beside: jax.Array | None = None,
+    scale: jax.Array | None = None,
+) -> jax.Array:
+    """The scores [queries, keys] of one block, in float32. Arguments are those of `Running.attended`; `scale` is that of
+    keys."""
+    found = _product(query, key, 0 if keys_last else 1)
+    return masked(found if beside is None else found + beside, hidden, spec, scale)
+
+
+def masked(products: jax.Array, hidden: jax.Array, spec: AttentionSpec, scale: jax.Array | None = None) -> jax.Array:
+    """The scores [queries, keys] of products of queries and keys; `scale` is float32 [1, keys], of integers."""
+    scores = products * (spec.softmax_scale if scale is None else scale * spec.softmax_scale)
+    if spec.logit_softcap is not None:
+        scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
+    return jnp.where(hidden, MASKED, scores)
+
+
+def _product(x: jax.Array, other: jax.Array, over: int) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if other.dtype == jnp.float32 else None
+    dims = (((1,), (over,)), ((), ()))
+    return jax.lax.dot_general(x, other, dims, preferred_element_type=jnp.float32, precision=precision)
 
 
 class KeptRunning:

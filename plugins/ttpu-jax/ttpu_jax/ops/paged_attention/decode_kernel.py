@@ -14,8 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
-from ttpu_jax.ops.attention.blockwise import Running
-from ttpu_jax.ops.attention.reference import MASKED
+from ttpu_jax.ops.attention.blockwise import Running, Weights, masked, scored
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.digits import WITHOUT_INTEGERS, Rows
@@ -249,14 +248,12 @@ def _kernel(
             hidden = lane >= last
             if spec.window is not None:
                 hidden = hidden | (lane < last - spec.window)
-            read, states = reader([buffer.at[slot, pl.ds(0, n)] for buffer in buffers], left), []
-            for head, state in enumerate(carry):
-                query, keys = queries[index - begin, head], read(head)
-                if keys.key.dtype == jnp.int8:
-                    states.append(_attended_integers(state, query, keys, hidden, spec))
-                    continue
-                states.append(state.attended(query, keys.key, keys.value, hidden, spec, scales=keys.scales))
-            return tuple(states)
+            read, own = reader([buffer.at[slot, pl.ds(0, n)] for buffer in buffers], left), queries[index - begin]
+            blocks = [read(head) for head in range(heads)]
+            # Products begin in this order, and each takes long: those of all heads before the first one's next step.
+            scores = [_scored(own[head], block, hidden, spec) for head, block in enumerate(blocks)]
+            weights = [state.weighed(of_head) for state, of_head in zip(carry, scores, strict=True)]
+            return tuple(map(_mixed, carry, weights, blocks))
 
         start = [Running.start(sinks[head], width) for head in range(heads)]
         for head, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
@@ -265,21 +262,22 @@ def _kernel(
     jax.lax.fori_loop(begin, end, piece, None)
 
 
-def _attended_integers(
-    state: Running, query: jax.Array, keys: BlockKeys, hidden: jax.Array, spec: AttentionSpec
-) -> Running:
-    """`Running.attended` of int8 keys [keys, width] and values, which are multiplied as they are."""
-    assert keys.scales is not None
+def _scored(query: jax.Array, block: BlockKeys, hidden: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The scores of a block of keys, `scored`; int8 is multiplied as it is."""
+    if block.key.dtype != jnp.int8 or block.scales is None:
+        return scored(query, block.key, hidden, spec, scale=None if block.scales is None else block.scales[0])
+    products = Rows(query.astype(jnp.float32)).by_features(_parts(block.key))
+    return masked(products, hidden, spec, block.scales[0])
 
-    def parts(x: jax.Array) -> list[jax.Array]:
-        return [x[:, first : first + LANES] for first in range(0, x.shape[1], LANES)]
 
-    of_keys, of_values = keys.scales
-    scores = Rows(query.astype(jnp.float32)).by_features(parts(keys.key)) * (of_keys * spec.softmax_scale)
-    if spec.logit_softcap is not None:
-        scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap
-    scores = jnp.where(hidden, MASKED, scores)
-    largest = jnp.maximum(state.largest, scores.max(axis=1, keepdims=True))
-    shares, kept = jnp.exp(scores - largest), jnp.exp(state.largest - largest)
-    mixed = Rows(shares * of_values, of_values.max(1, keepdims=True)).by_rows(parts(keys.value))
-    return Running(largest, state.total * kept + shares.sum(axis=1, keepdims=True), state.mixed * kept + mixed)
+def _mixed(state: Running, weights: Weights, block: BlockKeys) -> Running:
+    """The state after a block of values; int8 is multiplied as it is."""
+    if block.value.dtype != jnp.int8 or block.scales is None:
+        return state.mixed_with(weights, block.value, scale=None if block.scales is None else block.scales[1])
+    scale = block.scales[1]
+    return state.after(weights, Rows(weights.shares * scale, scale.max(1, keepdims=True)).by_rows(_parts(block.value)))
+
+
+def _parts(x: jax.Array) -> list[jax.Array]:
+    """x [keys, width] in parts of 128 features."""
+    return [x[:, first : first + LANES] for first in range(0, x.shape[1], LANES)]

@@ -18,7 +18,12 @@ DIGIT = 128
 
 class Rows:
     """Rows [rows, n] to be multiplied by int8. Each is an integer of two int8 digits times a step, off by at most
-    1/32512 of the row's largest number; of `largest` where that is given, and x is at least 0."""
+    1/32512 of the row's largest number.
+
+    Args:
+        x: float32 [rows, n].
+        largest: [rows or 1, 1], in place of each row's largest number; then x is at least 0.
+    """
 
     def __init__(self, x: jax.Array, largest: jax.Array | None = None) -> None:
         positive, largest = largest is not None, jnp.abs(x).max(1, keepdims=True) if largest is None else largest

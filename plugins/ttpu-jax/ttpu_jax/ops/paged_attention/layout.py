@@ -265,13 +265,14 @@ def _combined(
     if dtype.itemsize > 1 or page_size % TILE_TOKENS:
         return ways
     own = spec.num_kv_heads // ways
-    return 0 if dtype == np.int8 or padded_heads(own, dtype, _parts(spec, value_in_key)) > own else ways
+    return 0 if dtype == np.int8 or padded_heads(own, dtype, _parts(spec, dtype, value_in_key)) > own else ways
 
 
-def _parts(spec: AttentionSpec, value_in_key: bool) -> int:
-    """Parts of 128 into which combined pages split the features of a head; 1 where they do not."""
+def _parts(spec: AttentionSpec, dtype: np.dtype[Any], value_in_key: bool) -> int:
+    """Parts of 128 into which combined pages split the features of a head; 1 where they do not. Integers have one scale
+    for a whole head."""
     width = -(-max(spec.head_dim, spec.value_dim) // LANES) * LANES
-    return width // LANES if width in SPLIT and not value_in_key else 1
+    return width // LANES if width in SPLIT and not value_in_key and dtype != np.int8 else 1
 
 
 def _shape(
@@ -291,7 +292,7 @@ def _shape(
     if combined:
         logical = None, None, axes.KV_HEADS if combined > 1 else None, None  # else each device holds all rows
         if planes == 2:
-            parts = _parts(spec, value_in_key)
+            parts = _parts(spec, dtype, value_in_key)
             heads = parts * combined * padded_heads(heads // combined, dtype, parts)
             width //= parts
         return (num_pages, page_size, heads * planes, width), logical
