@@ -24,8 +24,10 @@ from ttpu_jax.ops.paged_attention.page_rows import BlockKeys, Reader, computed_d
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
 from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
-BLOCK_BYTES, BLOCK_TOKENS = 2**20, 1024
-"""The most of the pages in one block; two blocks are in VMEM at once."""
+BLOCK_BYTES, BLOCK_TOKENS = 2**21, 1024
+"""The most of the pages that are computed together, of all sequences; as much is copied meanwhile."""
+TOGETHER = 4
+"""Products that begin together, of a head of a sequence each: the results of one come long after it began."""
 QUERY_BYTES = 2**21
 """Of the queries of the sequences in one step of the grid."""
 FEW = 4
@@ -125,10 +127,12 @@ def _attend(
     shape."""
     count, heads, rows, width = queries.shape
     sources, reader = read_by_kernels(kv, width, width, integers=kind not in WITHOUT_INTEGERS)
-    block = page_block(kv, pieces.table.shape[1])
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
     each = -(-count // steps)
+    together = min(each, max(1, TOGETHER // heads))
+    block = page_block(kv, pieces.table.shape[1], together)
+    each = -(-each // together) * together
     steps = -(-count // each)
     x = jnp.pad(queries, ((0, steps * each - count), (0, 0), (0, 0), (0, 0)))
     if not interpret:  # XLA would copy small pools to VMEM
@@ -151,8 +155,8 @@ def _attend(
             ],
             out_specs=of_queries,
             scratch_shapes=[
-                *[pltpu.VMEM((2, block, *source.shape[1:]), source.dtype) for source in sources],
-                pltpu.SemaphoreType.DMA((2,)),
+                *[pltpu.VMEM((2 * together, block, *source.shape[1:]), source.dtype) for source in sources],
+                pltpu.SemaphoreType.DMA((2 * together,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
@@ -164,9 +168,9 @@ def _attend(
     return mixed[:count]
 
 
-def page_block(kv: PagedKV, pages: int) -> int:
-    """Pages of one block of a table of `pages` columns."""
-    page_bytes = kv.pages.nbytes // len(kv.pages)
+def page_block(kv: PagedKV, pages: int, together: int) -> int:
+    """Pages of one block of a table of `pages` columns, where so many sequences are computed together."""
+    page_bytes = kv.pages.nbytes // len(kv.pages) * together
     return max(1, min(pages, BLOCK_BYTES // page_bytes, BLOCK_TOKENS // page_size_of(kv)))
 
 
@@ -199,67 +203,84 @@ def _kernel(
     group: int,
     kept_by_pages: int,
 ) -> None:
-    """One step's sequences, one after another. queries [pieces, kv_heads, rows, width], sinks [kv_heads, rows, 1]; then
-    the sources in HBM, out of the shape of queries, two buffers for each source, semaphores, and the next buffer."""
+    """One step's sequences, some at a time. queries [pieces, kv_heads, rows, width], sinks [kv_heads, rows, 1]; then the
+    sources in HBM, out of the shape of queries, two buffers of each source for each sequence, a semaphore for each
+    buffer, and which of the two is next."""
     sources, (out, *others) = others[:kept_by_pages], others[kept_by_pages:]  # type: ignore[assignment]
     buffers, (ready, slots) = others[:kept_by_pages], others[kept_by_pages:]
     each, heads, rows, width = queries.shape
-    page_block = buffers[0].shape[1]
+    together, page_block = buffers[0].shape[0] // 2, buffers[0].shape[1]
     keys = page_block * page_size
     copies = PageCopies(sources, buffers, ready, table)
     begin = pl.program_id(0) * each
     end = jnp.minimum(begin + each, number[0])
 
-    def used_pages(index: Any) -> Any:
-        return pl.cdiv(lengths[index], page_size)
+    def lengths_of(first: Any) -> list[tuple[Any, Any]]:
+        """The numbers of the sequences from `first` on that are computed together, and their tokens."""
+        wanted = [first + place for place in range(together)]
+        found = [jnp.minimum(index, lengths.shape[0] - 1) for index in wanted]
+        return [(index, jnp.where(one < end, lengths[index], 0)) for one, index in zip(wanted, found, strict=True)]
+
+    def start_copies(first: Any, block: Any, slot: Any) -> None:
+        for place, (index, length) in enumerate(lengths_of(first)):
+            copies.start(index, block, pl.cdiv(length, page_size), slot * together + place)
 
     @pl.when(begin < end)
     def copy_first() -> None:
         slots[0] = 0
-        copies.start(begin, 0, used_pages(begin), 0)
+        start_copies(begin, 0, 0)
 
     out[...] = jnp.zeros(out.shape, out.dtype)
 
-    def piece(index: Any, _: None) -> None:
-        length, used = lengths[index], used_pages(index)
-        blocks = pl.cdiv(length, keys)
-        # Rows of a query see fewer keys than those of the last one.
-        behind = counts[index] - 1 - jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) // group
+    def several(turn: Any, _: None) -> None:
+        first = begin + turn * together
+        sequences = lengths_of(first)
+        longest = sequences[0][1]
+        for _index, length in sequences[1:]:
+            longest = jnp.maximum(longest, length)
+        blocks = pl.cdiv(longest, keys)
 
         def block(number_of_block: Any, carry: Any) -> Any:
             slot, later = slots[0], number_of_block + 1 < blocks
-            then = jnp.where(later, index, index + 1)
+            then = jnp.where(later, first, first + together)
 
             @pl.when(then < end)
             def copy_next() -> None:
-                copies.start(then, jnp.where(later, number_of_block + 1, 0), used_pages(then), 1 - slot)
+                start_copies(then, jnp.where(later, number_of_block + 1, 0), 1 - slot)
 
-            copies.wait(number_of_block, used, slot)
+            for place, (_index, length) in enumerate(sequences):
+                copies.wait(number_of_block, pl.cdiv(length, page_size), slot * together + place)
             slots[0] = 1 - slot
-            left = length - number_of_block * keys
-            few = max(1, page_block // FEW)
+            left, few = number_of_block * keys, max(1, page_block // FEW)
             sizes = [partial(attended, slot, left, n) for n in (few, page_block)]
-            return jax.lax.cond(left <= few * page_size, *sizes, carry)
+            return jax.lax.cond(longest - left <= few * page_size, *sizes, carry)
 
-        def attended(slot: Any, left: Any, n: int, carry: Any) -> Any:
+        def attended(slot: Any, before: Any, n: int, carry: Any) -> Any:
             shape = (rows if rows > group else 1, n * page_size)
             lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            last = left - behind if rows > group else left
-            hidden = lane >= last
-            if spec.window is not None:
-                hidden = hidden | (lane < last - spec.window)
-            read, own = reader([buffer.at[slot, pl.ds(0, n)] for buffer in buffers], left), queries[index - begin]
-            blocks = [read(head) for head in range(heads)]
-            # Products begin in this order, and each takes long: those of all heads before the first one's next step.
-            scores = [_scored(own[head], block, hidden, spec) for head, block in enumerate(blocks)]
-            weights = [state.weighed(of_head) for state, of_head in zip(carry, scores, strict=True)]
+            blocks, scores = [], []
+            for place, (index, length) in enumerate(sequences):
+                last = left = length - before
+                if rows > group:  # rows of a query see fewer keys than those of the last one
+                    query = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) // group
+                    last = left - (counts[index] - 1 - query)
+                hidden = lane >= last
+                if spec.window is not None:
+                    hidden = hidden | (lane < last - spec.window)
+                read = reader([buffer.at[slot * together + place, pl.ds(0, n)] for buffer in buffers], left)
+                # Products begin in this order: those of all heads before the first one's next step.
+                for head in range(heads):
+                    blocks.append(read(head))
+                    scores.append(_scored(queries[first - begin + place, head], blocks[-1], hidden, spec))
+            weights = [state.weighed(found) for state, found in zip(carry, scores, strict=True)]
             return tuple(map(_mixed, carry, weights, blocks))
 
-        start = [Running.start(sinks[head], width) for head in range(heads)]
-        for head, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
-            out[index - begin, head] = state.result().astype(out.dtype)
+        start = [Running.start(sinks[head], width) for _ in sequences for head in range(heads)]
+        for number, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
+            place, head = divmod(number, heads)
+            out[first - begin + place, head] = state.result().astype(out.dtype)
 
-    jax.lax.fori_loop(begin, end, piece, None)
+    jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(end - begin, 0), together), several, None)
 
 
 def _scored(query: jax.Array, block: BlockKeys, hidden: jax.Array, spec: AttentionSpec) -> jax.Array:
