@@ -13,12 +13,14 @@ from jax.experimental.pallas import tpu as pltpu
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blocks import LANES, device_kind
-from ttpu_jax.ops.attention.blockwise import KeptRunning
+from ttpu_jax.ops.attention.blockwise import KeptRunning, scored
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import MASKED
 
 BLOCK_BYTES = 2**19
 """Of the keys of all heads in one block; two blocks of keys and two of values are in VMEM at once."""
+TOGETHER = 4
+"""Products that begin together, of a head of a row each: the results of one come long after it began."""
 STAYS_IN_HBM = ("TPU v5 lite", "TPU v5e")
 """Chips on which the compiler (libtpu 0.0.42) may not fetch caches into VMEM, where a step writes a row into them, and
 copy them back: of gemma-3-12b's windows that is a third more traffic (tensor 8: 8.83 instead of 7.88 ms a step). On v6e
@@ -51,13 +53,14 @@ def attended_rows(
     """
     batch, heads, group, dim = query.shape
     slots, value_dim = key.shape[2], value.shape[3]
-    block = block_slots(slots, heads * max(dim, value_dim) * key.dtype.itemsize)
+    together = next(count for count in range(max(1, TOGETHER // heads), 0, -1) if batch % count == 0)
+    block = block_slots(slots, together * heads * max(dim, value_dim) * key.dtype.itemsize)
     blocks = slots // block
     rows = query.astype(key.dtype)
     logits = jnp.full((heads, group, 1), -jnp.inf, jnp.float32)
     if sinks is not None:
         logits = sinks.astype(jnp.float32)[..., None]
-    first, last = seen_blocks(visible, blocks)
+    first, last = seen_blocks(visible.reshape(batch // together, together, slots).any(1, keepdims=True), blocks)
     bias = jnp.where(visible, 0.0, MASKED).astype(jnp.float32)
 
     def seen_block(row: Any, number: Any, first: Any, last: Any) -> Any:
@@ -73,25 +76,25 @@ def attended_rows(
             seen = seen_block(row, number, *ends)
             return (row, 0, 0, seen) if slots_last else (row, 0, seen, 0)
 
-        return pl.BlockSpec((1, heads, *((size, block) if slots_last else (block, size))), place)
+        return pl.BlockSpec((together, heads, *((size, block) if slots_last else (block, size))), place)
 
-    whole = pl.BlockSpec((1, heads, group, dim), lambda row, number, *_: (row, 0, 0, 0))
+    whole = pl.BlockSpec((together, heads, group, dim), lambda row, number, *_: (row, 0, 0, 0))
     if not interpret and device_kind(AttentionContext(mesh=None)) in STAYS_IN_HBM:
         key, value = (pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (key, value))
     mixed: jax.Array = pl.pallas_call(
         partial(_kernel, spec=spec, blocks=blocks, keys_last=keys_last, values_last=values_last),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, blocks),
+            grid=(batch // together, blocks),
             in_specs=[
                 whole,
                 blocks_of(dim, keys_last),
                 blocks_of(value_dim, values_last),
-                pl.BlockSpec((1, 1, block), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends))),
+                pl.BlockSpec((together, 1, block), lambda row, number, *ends: (row, 0, seen_block(row, number, *ends))),
                 pl.BlockSpec(logits.shape, lambda row, number, *_: (0, 0, 0)),
             ],
-            out_specs=pl.BlockSpec((1, heads, group, value_dim), lambda row, number, *_: (row, 0, 0, 0)),
-            scratch_shapes=KeptRunning.scratch(heads, group, value_dim),
+            out_specs=pl.BlockSpec((together, heads, group, value_dim), lambda row, number, *_: (row, 0, 0, 0)),
+            scratch_shapes=KeptRunning.scratch(together * heads, group, value_dim),
         ),
         out_shape=jax.ShapeDtypeStruct((batch, heads, group, value_dim), query.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -136,21 +139,28 @@ def _kernel(
     keys_last: bool,
     values_last: bool,
 ) -> None:
-    """One block of keys of one row."""
-    row, number = pl.program_id(0), pl.program_id(1)
-    heads, kept = key.shape[1], KeptRunning(*state)
+    """One block of keys of some rows."""
+    turn, number = pl.program_id(0), pl.program_id(1)
+    together, heads = key.shape[:2]
+    kept, places = KeptRunning(*state), [divmod(place, heads) for place in range(together * heads)]
 
     @pl.when(number == 0)
     def _() -> None:
-        kept.start(logits)
+        kept.start(jnp.concatenate([logits[...]] * together))
 
-    @pl.when((number >= first[row]) & (number <= last[row]))
+    @pl.when((number >= first[turn]) & (number <= last[turn]))
     def _() -> None:
-        for head in range(heads):
-            block = query[0, head], key[0, head], value[0, head], bias[0] < 0
-            kept.store(head, kept.load(head).attended(*block, spec, keys_last=keys_last, values_last=values_last))
+        # Products begin in this order: those of all heads before the first one's next step.
+        scores = [
+            scored(query[row, head], key[row, head], bias[row] < 0, spec, keys_last=keys_last) for row, head in places
+        ]
+        states = [kept.load(place) for place in range(len(places))]
+        weights = [one.weighed(found) for one, found in zip(states, scores, strict=True)]
+        for place, (row, head) in enumerate(places):
+            after = states[place].mixed_with(weights[place], value[row, head], values_last=values_last)
+            kept.store(place, after)
 
     @pl.when(number == blocks - 1)
     def _() -> None:
-        for head in range(heads):
-            mixed[0, head] = kept.load(head).result().astype(mixed.dtype)
+        for place, (row, head) in enumerate(places):
+            mixed[row, head] = kept.load(place).result().astype(mixed.dtype)
