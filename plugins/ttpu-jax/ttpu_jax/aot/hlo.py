@@ -73,11 +73,19 @@ class Instruction:
     @property
     def stated_cost(self) -> tuple[int, int] | None:
         """The FLOPs and the bytes accessed that a kernel's author states (`pallas.CostEstimate`), or None."""
+        numbers = self._stated()
+        return None if numbers is None else (numbers.get("flops", 0), numbers.get("bytes_accessed", 0))
+
+    @property
+    def stated_vector_operations(self) -> int:
+        """The transcendental operations that a kernel's author states, or 0."""
+        return (self._stated() or {}).get("transcendentals", 0)
+
+    def _stated(self) -> dict[str, int] | None:
         stated = re.search(r'"cost_estimate":\{([^}]*)\}', self.attributes)
         if stated is None:
             return None
-        numbers = dict(re.findall(r'"(\w+)":"?(\d+)', stated.group(1)))
-        return int(numbers.get("flops", 0)), int(numbers.get("bytes_accessed", 0))
+        return {name: int(number) for name, number in re.findall(r'"(\w+)":"?(\d+)', stated.group(1))}
 
     @property
     def part(self) -> str:

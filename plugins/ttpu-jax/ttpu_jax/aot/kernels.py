@@ -20,6 +20,9 @@ _FLASH = {"flash_mha_bwd_dq": 3, "flash_mha_bwd_dkv": 4}
 """The same of the flash kernel, whose forward pass states its cost, of all pairs."""
 _FLASH_BLOCK = re.compile(r"block_q_major_(\d+)")
 _RAGGED = "ragged_paged_attention"
+VECTOR = 8 * 128
+_CORES = {"v4": 2, "v5p": 2}
+"""Of one device."""
 
 
 def flops_rate(kernel: Instruction, chip: Chip) -> float:
@@ -30,6 +33,11 @@ def flops_rate(kernel: Instruction, chip: Chip) -> float:
     if kernel.stated_cost is None or operands is None or _NARROW.search(operands.group(1)) is None:
         return chip.bf16_flops
     return max(chip.bf16_flops, chip.int8_ops or 0.0, chip.fp8_flops or 0.0)
+
+
+def vector_rate(chip: Chip) -> float:
+    """Numbers per second that go through the vector unit once: a register of 8 x 128 each cycle."""
+    return VECTOR * _CORES.get(chip.name, 1) * chip.clock_hz
 
 
 def known_cost(kernel: Instruction) -> tuple[int, int] | None:

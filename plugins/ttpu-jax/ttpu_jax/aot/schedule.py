@@ -18,7 +18,7 @@ from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes
 from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse, replica_groups
-from .kernels import flops_rate, known_cost
+from .kernels import flops_rate, known_cost, vector_rate
 from .permutes import hops
 from .topology import Chip, chip_named
 
@@ -303,9 +303,11 @@ class _Walk:
         return None if cost is None else max(self._flops_seconds(kernel), cost[1] / self.chip.hbm_bytes_per_second)
 
     def _flops_seconds(self, kernel: Instruction) -> float:
-        """What the FLOPs of a kernel take at the chip's rate, for as many rows as there are on average."""
+        """What the FLOPs of a kernel take at the chip's rate, for as many rows as there are on average, or its work in
+        the vector unit where that is more."""
         flops, _ = kernel.stated_cost or known_cost(kernel) or (0, 0)
-        return flops * kernel.filled_share / flops_rate(kernel, self.chip)
+        products = flops * kernel.filled_share / flops_rate(kernel, self.chip)
+        return max(products, kernel.stated_vector_operations / vector_rate(self.chip))
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":
