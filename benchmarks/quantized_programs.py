@@ -6,9 +6,6 @@ and the time of the Pallas kernels, which that prediction leaves out. Nothing ru
     python benchmarks/quantized_programs.py --output benchmarks/results/quantized_programs.json
     python benchmarks/quantized_programs.py --topologies v5e:2x2 --layers 2      # to try it
 
-`--steps` compiles a serving engine's decode step of 8 sequences of 2,048 tokens too, with int8 and with bfloat16 keys
-and values, and states the kernels' times apart.
-
 A program takes one to three minutes; the file keeps those of earlier runs. The kernels' cycles come from
 --xla_jf_dump_static_llo_profile_to, in a process of its own, since libtpu reads its flags once. libtpu 0.0.42 has them
 for v5e, v5p and v6e."""
@@ -42,10 +39,6 @@ PROGRAMS = [*(("decode", form) for form in FORMATS), ("prefill", "bfloat16"), ("
 ROWS, SLOTS = {"decode": 8, "prefill": 1}, 2048
 LAYERS: dict[str, Any] = {"decode": "unrolled", "prefill": "scan"}  # an unrolled prefill takes ten times as long
 KERNEL = "weight_only_product"
-STEPS = (("w4a16-g128", "int8"), ("bfloat16", "auto"))  # weights, keys and values
-STEP_CYCLES = {"v5e": {"int8_paged_attention_single": 28_950, "int8_page_write": 4_011}}
-"""The compiler's cycles of one execution of kernels whose loops depend on the requests: of copies that take 8 sequences
-of 2,048 tokens, 2 KV heads a device, whatever the arguments are."""
 FOR_LIBTPU = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -63,7 +56,6 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--steps", action="store_true", help="compile an engine's decode steps too")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file after each program")
     parser.add_argument("--alone", help=argparse.SUPPRESS)  # what a process of its own compiles, as JSON
     options = parser.parse_args()
@@ -73,11 +65,11 @@ def main() -> None:
         _compiled(**json.loads(options.alone))
         return
     versions = {name: metadata.version(name) for name in PACKAGES}
-    rows, steps = _earlier(options.output, versions)
+    rows = _earlier(options.output, versions)
 
     def write() -> None:
         if options.output:
-            written = {"python": platform.python_version(), "versions": versions, "programs": rows, "steps": steps}
+            written = {"python": platform.python_version(), "versions": versions, "programs": rows}
             options.output.write_text(json.dumps(written, indent=2) + "\n")
 
     for topology in options.topologies:
@@ -92,25 +84,14 @@ def main() -> None:
             rows.append(found)
             _print(found)
             write()
-        for form, kept in STEPS if options.steps else ():
-            of_products = [
-                row["kernel_seconds"] / row["kernels"]
-                for row in rows
-                if (row["topology"], row["task"], row["format"]) == (topology, "decode", form) and row["kernel_seconds"]
-            ]
-            step = _engine_step(topology, form, kept, options.layers, of_products[0] if of_products else None)
-            steps[:] = [one for one in steps if any(one[key] != step[key] for key in ("topology", "format", "keys"))]
-            steps.append(step)
-            print(json.dumps(step), flush=True)
-            write()
 
 
-def _earlier(output: Path | None, versions: dict[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The programs and the engine's steps of an earlier run with the same versions."""
+def _earlier(output: Path | None, versions: dict[str, str]) -> list[dict[str, Any]]:
+    """The programs of an earlier run with the same versions."""
     if output is None or not output.exists():
-        return [], []
+        return []
     found = json.loads(output.read_text())
-    return (list(found["programs"]), list(found["steps"])) if found["versions"] == versions else ([], [])
+    return list(found["programs"]) if found["versions"] == versions else []
 
 
 def _print(row: dict[str, Any]) -> None:
@@ -178,64 +159,6 @@ def _compiled(topology: str, task: Any, form: str, layers: int | None) -> dict[s
         "kernels": sum(one.count for one in report.unmodelled if one.name.startswith(KERNEL)),
         "not_counted": dict(_not_counted(report)),
         "compile_seconds": report.compile_seconds,
-    }
-
-
-def _engine_step(
-    topology: str, form: str, kept: str, layers: int | None, product_seconds: float | None
-) -> dict[str, Any]:
-    """A serving engine's decode step. `kernels` are their least seconds by the cost that they state, and by the
-    compiler's cycles; `together` has the cycles on the core's clock, where all are known.
-
-    Args:
-        product_seconds: mean seconds of one quantized product by the compiler's cycles, of the decode step.
-    """
-    from ttpu_core.config import ModelConfig
-    from ttpu_core.quantization import quantize_architecture
-    from ttpu_core.registry import default_registry
-    from ttpu_core.sharding.hardware import parse_topology
-    from ttpu_jax.aot.schedule import estimate
-    from ttpu_jax.runner.ahead import compile_ahead
-
-    config = json.loads((importlib.resources.files("ttpu_llama") / CONFIG).read_text())
-    architecture = default_registry().architecture(
-        ModelConfig.from_dict({**config, "num_hidden_layers": layers or config["num_hidden_layers"]})
-    )
-    rows, chip = ROWS["decode"], parse_topology(topology).chip
-    settings = default_registry().service("engine").config({
-        "max_num_seqs": rows, "max_model_len": SLOTS, "page_size": 128, "num_pages": rows * SLOTS // 128 + 1,
-        "kv_cache_dtype": kept,
-    })  # fmt: skip
-    (program,) = compile_ahead(
-        quantize_architecture(architecture, FORMATS[form]),
-        topology,
-        settings,
-        only=lambda one: one.key[0] == "step" and (one.key[1].tokens, one.key[1].max_queries) == (rows, 1),  # type: ignore[index]
-    ).programs
-    assert program.compiled is not None
-    cycles = {name: count / chip.clock_hz for name, count in STEP_CYCLES.get(chip.name, {}).items()}
-    seconds = {**cycles, **({KERNEL: product_seconds} if product_seconds else {})}
-    found = estimate(program.compiled.hlo_text, chip.name, seconds)
-    kernels: dict[str, dict[str, Any]] = {}
-    for one in found.unmodelled:
-        name = re.sub(r"\.\d+|\.cloned", "", one.name)
-        total = kernels.setdefault(name, {"count": 0, "least_seconds": 0.0, "seconds": 0.0})
-        total["count"] += one.count
-        total["least_seconds"] += one.count * (one.roofline_seconds or 0.0)
-        total["seconds"] = total["count"] * seconds[name] if name in seconds else None
-    calls = {name for name, total in kernels.items() if total["least_seconds"] or "attention" in name}
-    return {
-        "topology": topology,
-        "format": form,
-        "keys": kept,
-        "sequences": rows,
-        "tokens": SLOTS,
-        "layers": len(architecture.spec.layers),
-        "seconds": found.seconds,
-        "kernels": kernels,
-        "together": found.seconds_with_kernels if calls <= seconds.keys() else None,
-        "cache_in_place": program.cache_in_place,
-        "peak_bytes": program.figures.peak_bytes,
     }
 
 

@@ -230,6 +230,17 @@ class TestEstimate:
         assert result.total_seconds == pytest.approx(2e-6 / schedule.KERNEL_FLOPS + 1e-6 / schedule.KERNEL_BANDWIDTH)
         assert schedule.estimate(text, "v5e", {"a": 5e-6}).seconds_with_kernels == pytest.approx(6e-6)
 
+    @pytest.mark.parametrize(("chip", "cores"), [("v5e", 1), ("v5p", 2)])
+    def test_the_vector_unit_takes_1024_numbers_a_cycle_in_each_core(self, chip: str, cores: int) -> None:
+        """At no lower share, unlike products and bytes."""
+        text = entry(
+            'ROOT %a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
+            'backend_config={"cost_estimate":{"flops":"8","transcendentals":"2048000","bytes_accessed":"8"}}'
+        )
+        result = schedule.estimate(text, chip)
+        seconds = 2000 / cores / CHIPS[chip].clock_hz
+        assert result.kernel_seconds == result.total_seconds == pytest.approx(seconds)
+
     @pytest.mark.parametrize(
         ("operand", "seconds"), [("bf16", 2e-6), ("f32", 2e-6), ("s8", 1e-6), ("u4", 1e-6), ("f8e4m3fn", 1e-6)]
     )

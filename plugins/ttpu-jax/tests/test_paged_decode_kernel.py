@@ -36,6 +36,7 @@ from ttpu_jax.ops.paged_attention import (
     paged_attention,
 )
 from ttpu_jax.ops.paged_attention.digits import WITHOUT_INTEGERS
+from ttpu_jax.ops.paged_attention.pieces import pieces_of
 
 PAGE = 16
 GQA = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64)
@@ -207,6 +208,17 @@ def test_pages_that_it_does_not_read(spec: AttentionSpec, dtype: str, page_size:
     kv = empty_pages(spec, 4, page_size, TpuPlacement(), jnp.dtype(dtype), value_in_key=spec == LATENTS)
     found = limits.unserved_pages(kv)
     assert (found is None) if reason is None else (reason in str(found))
+
+
+@pytest.mark.parametrize(("dtype", "cycles"), [("bfloat16", 0), ("int8", 0), ("float8_e4m3fn", 3)])
+def test_the_kernel_states_what_converting_float8_takes(dtype: str, cycles: int) -> None:
+    """For each number of the pages; beside it an exponential for each query and key."""
+    case = step()
+    kv = empty_pages(GQA, case.num_pages, 32, TpuPlacement(), jnp.dtype(dtype))
+    queries = jnp.zeros((len(case.batch.kv_lens), 2, 2, 128))
+    pieces = pieces_of(GQA, case.batch, 0)
+    stated = decode_kernel.cost_of_singles(queries, kv, pieces, GQA).transcendentals
+    assert stated == case.num_pages * 32 * 4 + cycles * kv.pages.size
 
 
 def test_steps_that_it_does_not_serve() -> None:

@@ -186,6 +186,7 @@ def test_a_window_has_smaller_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_plan_names_what_serves_latents_in_each_kind_of_pages() -> None:
+    """The same kernels in all of them, as they do other layers."""
     config = {
         "model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
         "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,

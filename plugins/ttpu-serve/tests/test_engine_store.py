@@ -236,6 +236,15 @@ class TestStore:
         monkeypatch.setattr(store, "compiler_flags", lambda platform: ("--xla_something=true",))
         assert ExecutableCache(jax.devices()[:1]).load(program().lower()) is None
 
+    def test_another_effort_of_the_compiler_finds_nothing(self, stored: ExecutableCache) -> None:
+        before = jax.config.jax_optimization_level
+        jax.config.update("jax_optimization_level", "O1")
+        try:
+            assert ExecutableCache(jax.devices()[:1]).load(program().lower()) is None
+        finally:
+            jax.config.update("jax_optimization_level", before)
+        assert ExecutableCache(jax.devices()[:1]).load(program().lower()) is not None
+
     def test_flags_without_effect_on_the_platform_are_no_others(self) -> None:
         given = {
             "XLA_FLAGS": "--xla_dump_to=/tmp --xla_cpu_a=1 --xla_b=2 --xla_force_host_platform_device_count=8",

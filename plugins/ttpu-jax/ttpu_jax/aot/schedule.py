@@ -289,7 +289,8 @@ class _Walk:
             clocks.work(known if known is not None else roofline or 0.0)
             return
         in_hbm = self._in_hbm(kernel, clocks)
-        clocks.work(max(self._flops_seconds(kernel) / KERNEL_FLOPS, in_hbm / KERNEL_BANDWIDTH), in_hbm)
+        products, vector = self._flops_seconds(kernel) / KERNEL_FLOPS, self._vector_seconds(kernel)
+        clocks.work(max(products, vector, in_hbm / KERNEL_BANDWIDTH), in_hbm)
 
     def _in_hbm(self, instruction: Instruction, clocks: _Clocks) -> float:
         """Seconds of HBM's whole bandwidth that an instruction's own reads and writes take."""
@@ -300,14 +301,20 @@ class _Walk:
     def _roofline(self, kernel: Instruction) -> float | None:
         """The least time of a kernel; None where its cost is not known."""
         cost = kernel.stated_cost or known_cost(kernel)
-        return None if cost is None else max(self._flops_seconds(kernel), cost[1] / self.chip.hbm_bytes_per_second)
+        if cost is None:
+            return None
+        in_hbm = cost[1] / self.chip.hbm_bytes_per_second
+        return max(self._flops_seconds(kernel), self._vector_seconds(kernel), in_hbm)
 
     def _flops_seconds(self, kernel: Instruction) -> float:
-        """What the FLOPs of a kernel take at the chip's rate, for as many rows as there are on average, or its work in
-        the vector unit where that is more."""
+        """What the FLOPs of a kernel take at the chip's rate, for as many rows as there are on average."""
         flops, _ = kernel.stated_cost or known_cost(kernel) or (0, 0)
-        products = flops * kernel.filled_share / flops_rate(kernel, self.chip)
-        return max(products, kernel.stated_vector_operations / vector_rate(self.chip))
+        return flops * kernel.filled_share / flops_rate(kernel, self.chip)
+
+    def _vector_seconds(self, kernel: Instruction) -> float:
+        """What the operations that a kernel states for the vector unit take, for as many rows as there are on average.
+        """
+        return kernel.stated_vector_operations * kernel.filled_share / vector_rate(self.chip)
 
     def _control_flow(self, instruction: Instruction, count: int, ledger: _Ledger) -> float:
         if instruction.op == "call":

@@ -42,7 +42,7 @@ class ExecutableCache:
         self._parts = ("executables", f"{kind}-{len(self.devices)}")
         self.folder = programs_folder(*self._parts, make=False)
         platform = self.devices[0].platform
-        chosen = compiler_flags(platform), engine_options(platform)
+        chosen = compiler_flags(platform), engine_options(platform), _effort()
         self._setting = repr((FORMAT, _described(self.devices), _versions(), chosen))
         self._failed = False
 
@@ -103,6 +103,12 @@ class ExecutableCache:
 
     def _read(self, key: str) -> tuple[dict[str, Any], bytes] | None:
         return None if self.folder is None else _read(self.folder / f"{key}.program")
+
+
+def _effort() -> tuple[str, ...]:
+    """How much the compiler is asked to optimize, by JAX's own options."""
+    names = ("optimization_level", "exec_time_optimization_effort", "memory_fitting_level", "memory_fitting_effort")
+    return tuple(str(getattr(jax.config, f"jax_{name}", "")) for name in names)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:

@@ -19,8 +19,8 @@ LOWEST = MASKED / 10
 
 
 class Weights(NamedTuple):
-    """What one more block makes of a head's queries: largest and total [queries, 1] with it, what is `kept` [queries, 1]
-    of the state before, and the block's `shares` [queries, keys], exponentials of scores less the largest."""
+    """What one more block makes of a head's queries: largest and total [queries, 1] with it, what is `kept` of the
+    state before [queries, 1], and the block's `shares` [queries, keys], exponentials of scores less the largest."""
 
     largest: jax.Array
     total: jax.Array
@@ -81,7 +81,8 @@ class Running(NamedTuple):
     def mixed_with(
         self, weights: Weights, value: jax.Array, *, values_last: bool = False, scale: jax.Array | None = None
     ) -> Running:
-        """The state after the block of these weights and values, see `attended`."""
+        """The state after the block of these weights, of value [keys, value_dim], or [value_dim, keys] if
+        `values_last`, and `scale` [1, keys] of values, where these are integers."""
         shares = weights.shares if scale is None else weights.shares * scale
         return self.after(weights, _product(shares.astype(value.dtype), value, 1 if values_last else 0))
 
@@ -104,14 +105,24 @@ def scored(
     beside: jax.Array | None = None,
     scale: jax.Array | None = None,
 ) -> jax.Array:
-    """The scores [queries, keys] of one block, in float32. Arguments are those of `Running.attended`; `scale` is that of
-    keys."""
+    """The scores [queries, keys] of one block of keys, in float32.
+
+    Args:
+        query: [queries, head_dim].
+        key: [keys, head_dim].
+        hidden: bool [queries or 1, keys].
+        spec: scale and softcap.
+        keys_last: key is [head_dim, keys].
+        beside: float32 [queries, keys], what other features add to the scores before they are scaled.
+        scale: float32 [1, keys] of keys, where these are integers.
+    """
     found = _product(query, key, 0 if keys_last else 1)
     return masked(found if beside is None else found + beside, hidden, spec, scale)
 
 
 def masked(products: jax.Array, hidden: jax.Array, spec: AttentionSpec, scale: jax.Array | None = None) -> jax.Array:
-    """The scores [queries, keys] of products of queries and keys; `scale` is float32 [1, keys], of integers."""
+    """The scores [queries, keys] of products [queries, keys] of queries and keys, where `hidden` [queries or 1, keys]
+    says which are not seen; `scale` is float32 [1, keys] of keys, where these are integers."""
     scores = products * (spec.softmax_scale if scale is None else scale * spec.softmax_scale)
     if spec.logit_softcap is not None:
         scores = jnp.tanh(scores / spec.logit_softcap) * spec.logit_softcap

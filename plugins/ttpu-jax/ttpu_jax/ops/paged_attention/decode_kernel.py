@@ -207,8 +207,8 @@ def _kernel(
     group: int,
     kept_by_pages: int,
 ) -> None:
-    """One step's sequences, some at a time. queries [pieces, kv_heads, rows, width], sinks [kv_heads, rows, 1]; then the
-    sources in HBM, out of the shape of queries, two buffers of each source for each sequence, a semaphore for each
+    """One step's sequences, some at a time. queries [pieces, kv_heads, rows, width], sinks [kv_heads, rows, 1]; then
+    the sources in HBM, out of the shape of queries, two buffers of each source for each sequence, a semaphore for each
     buffer, and which of the two is next."""
     sources, (out, *others) = others[:kept_by_pages], others[kept_by_pages:]  # type: ignore[assignment]
     buffers, (ready, slots) = others[:kept_by_pages], others[kept_by_pages:]
