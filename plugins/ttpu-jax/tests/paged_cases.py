@@ -272,13 +272,13 @@ def kernel_and_reference(
 
 
 def assert_split_pages_are_read(
-    kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int], kind: str = ""
+    kernel: Kernel, name: str, counts: Sequence[int], lengths: Sequence[int], kind: str = "", page_size: int = 32
 ) -> None:
-    """The kernel's result is the reference's over pages of 32 tokens in 8 bits, which are split."""
+    """The kernel's result is the reference's over pages of 8 bits, which are split."""
     spec, dtype = IN_SPLIT_PAGES[name]
     case = ragged(
-        counts, lengths, page_size=32, pages=5, sequences=len(counts) + 2, tokens=sum(counts) + 2,
-        window=spec.window, max_queries=max(counts),
+        counts, lengths, page_size=page_size, pages=-(-max(lengths) // page_size), sequences=len(counts) + 2,
+        tokens=sum(counts) + 2, window=spec.window, max_queries=max(counts),
     )  # fmt: skip
     found, wanted = kernel_and_reference(kernel, spec, case, jnp.dtype(dtype), kind)
     assert np.abs(found[: case.real] - wanted[: case.real]).max() <= 2**-6 * np.abs(wanted[: case.real]).max()

@@ -62,6 +62,8 @@ class Case:
 CASES = {
     "groups of query heads, left padding": Case(GQA),
     "one key head": Case(MQA),
+    "one key head, rows that see more than the first one": Case(MQA, left=(299, 37, 0)),
+    "four rows of two heads, two at a time, sinks": Case(replace(GQA, sinks=True), left=(0, 37, 299, 5)),
     "heads of 256": Case(AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=256)),
     "odd heads, narrow values": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=80, v_head_dim=48)),
     "narrow values alone": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=64)),

@@ -123,6 +123,20 @@ def test_our_kernel_serves_other_steps_without_a_loop(spec: AttentionSpec, step:
     assert not program.estimate.loops_without_trip_count
 
 
+@pytest.mark.parametrize(
+    ("spec", "step", "dtype"),
+    [
+        (replace(LATENTS, num_heads=128), DRAFTS, "bfloat16"),
+        (AttentionSpec(32, 1, 128), (256, 16), "bfloat16"),
+        (AttentionSpec(128, 8, 128), (256, 16), "int8"),
+    ],
+    ids=["latents of 128 heads", "one KV head", "int8"],
+)
+def test_drafts_of_many_heads_fit_into_vmem(spec: AttentionSpec, step: tuple[int, int], dtype: str) -> None:
+    program = compiled("v5e:1x1", spec, step, dtype, value_in_key=spec.head_dim == 576)
+    assert number_of_kernels(program) == 1
+
+
 @pytest.mark.parametrize("topology_name", ["v5e:2x4", "v6e:1x1"])
 def test_latents_are_read_once_as_keys_and_values(topology_name: str) -> None:
     """Each token's 576 features lie in 640, and all devices have all latents."""

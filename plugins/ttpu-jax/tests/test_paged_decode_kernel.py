@@ -35,7 +35,7 @@ from ttpu_jax.ops.paged_attention import (
     page_bytes,
     paged_attention,
 )
-from ttpu_jax.ops.paged_attention.digits import WITHOUT_INTEGERS
+from ttpu_jax.ops.paged_attention.digits import WITHOUT_INTEGERS, Rows
 from ttpu_jax.ops.paged_attention.pieces import pieces_of
 
 PAGE = 16
@@ -69,6 +69,10 @@ CASES = {
     "drafts": (GQA, step([1, 3, 4, 2, 4, 1])),
     "drafts, window and sinks": (replace(WIDE, window=20, sinks=True), step([1, 3, 4, 2, 4, 1], window=20)),
     "no sequence": (GQA, step([], [])),
+    "seven sequences of one head": (WIDE, ragged([1] * 7, [*LENGTHS, 20], page_size=PAGE, pages=6)),
+    "more rows than are computed together": (
+        AttentionSpec(512, 1, 64), ragged([1] * 3, [9, 70, 90], page_size=PAGE, pages=6)
+    ),
     "latents": (LATENTS, step()),
     "latents, drafts": (LATENTS, step([1, 3, 4, 2, 4, 1])),
 }
@@ -117,6 +121,42 @@ def test_pages_of_8_bits_are_read_as_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", IN_SPLIT_PAGES)
 def test_split_pages_have_each_heads_tokens_together(name: str) -> None:
     assert_split_pages_are_read(decode_kernel.attend, name, [1] * 6, [1, 32, 33, 70, 160, 150])
+
+
+@pytest.mark.parametrize("name", ["int8, one head", "int8, three heads", "int8, four heads, softcap", "int8, latents"])
+def test_scales_of_several_tiles_come_in_the_order_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five sequences, computed together; blocks have whole rows of scales, and some tiles more."""
+    monkeypatch.setattr(decode_kernel, "BLOCK_TOKENS", 448)
+    assert_split_pages_are_read(decode_kernel.attend, name, [1] * 5, [1, 100, 500, 449, 330], page_size=64)
+
+
+def test_many_small_shares_count_beside_a_large_one() -> None:
+    """Half of all goes to the first token, and each other one has a 4096th of its share."""
+    spec, tokens = AttentionSpec(1, 1, 128, scale=1.0), 4096
+    case = ragged([1], [tokens], page_size=64, pages=tokens // 64)
+    query = np.zeros((1, 1, 1, 128), np.float32)
+    query[..., 0] = 1
+    keys = np.zeros((tokens, 1, 128), np.float32)
+    keys[0, 0, 0] = np.log(tokens)
+    values = np.ones((tokens, 1, 128), np.float32)
+    values[0] = 0
+    kv = tpu_pages(case, spec, keys, values, jnp.int8)
+    found = decode_kernel.attend(jnp.asarray(query), kv, case.batch, spec, "", interpret=True)
+    assert np.asarray(found) == pytest.approx(0.5, rel=0.02)
+
+
+def test_integers_of_digits_are_as_exact_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    x, other = rng.standard_normal((3, 256)).astype(np.float32), rng.integers(-127, 128, (64, 256), np.int8)
+    x[1] = 0
+    largest, exact = np.abs(x).max(1, keepdims=True), x.astype(np.float64) @ other.T
+    off = np.abs(other.astype(np.float64)).sum(1)
+    for count, share in ((2, 32512), (3, 4161536)):
+        found = Rows(jnp.asarray(x), count).by_features([jnp.asarray(other[:, :128]), jnp.asarray(other[:, 128:])])
+        assert (np.abs(np.asarray(found) - exact) <= largest / share * off + 2e-6 * np.abs(x) @ np.abs(other.T)).all()
+    weights = np.abs(x[:, :64])
+    rows = Rows(jnp.asarray(weights), 3, jnp.full((3, 1), 4.0)).by_rows([jnp.asarray(other)])
+    assert np.abs(np.asarray(rows) - weights.astype(np.float64) @ other).max() <= 4 / 4161536 * 127 * 64 + 1e-3
 
 
 @pytest.mark.parametrize("kind", WITHOUT_INTEGERS)

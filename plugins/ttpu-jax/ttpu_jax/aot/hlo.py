@@ -78,7 +78,8 @@ class Instruction:
 
     @property
     def stated_vector_operations(self) -> int:
-        """The transcendental operations that a kernel's author states, or 0."""
+        """The transcendental operations that a kernel's author states, or 0. Other work of the vector unit is stated as
+        such too."""
         return (self._stated() or {}).get("transcendentals", 0)
 
     def _stated(self) -> dict[str, int] | None:

@@ -21,8 +21,9 @@ _FLASH = {"flash_mha_bwd_dq": 3, "flash_mha_bwd_dkv": 4}
 _FLASH_BLOCK = re.compile(r"block_q_major_(\d+)")
 _RAGGED = "ragged_paged_attention"
 VECTOR = 8 * 128
+"""Numbers of a register, which the vector unit takes in a cycle."""
 _CORES = {"v4": 2, "v5p": 2}
-"""Of one device."""
+"""Cores of one device; one on other chips."""
 
 
 def flops_rate(kernel: Instruction, chip: Chip) -> float:

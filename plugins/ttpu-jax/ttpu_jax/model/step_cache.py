@@ -121,7 +121,7 @@ class PagedKeys:
             query_positions: [1, tokens]; not read, because the batch has the positions.
             spec: the attention of the layer.
             runtime: the placement of arrays, and the attention implementation: `eager` leaves out our kernels
-                for pages without scales.
+                for combined pages.
             sinks: [kv_heads, q_per_kv], a logit per query head that takes probability and adds
                 no value; None for models without sinks.
 

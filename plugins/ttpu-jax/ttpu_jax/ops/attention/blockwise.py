@@ -20,12 +20,14 @@ LOWEST = MASKED / 10
 
 class Weights(NamedTuple):
     """What one more block makes of a head's queries: largest and total [queries, 1] with it, what is `kept` of the
-    state before [queries, 1], and the block's `shares` [queries, keys], exponentials of scores less the largest."""
+    state before [queries, 1], the block's `shares` [queries, keys], exponentials of scores less the largest, and the
+    `most` of these [queries, 1]."""
 
     largest: jax.Array
     total: jax.Array
     kept: jax.Array
     shares: jax.Array
+    most: jax.Array
 
 
 class Running(NamedTuple):
@@ -74,9 +76,11 @@ class Running(NamedTuple):
 
     def weighed(self, scores: jax.Array) -> Weights:
         """The shares of one more block, of which the queries' `scores` [queries, keys] are given."""
-        largest = jnp.maximum(self.largest, scores.max(axis=1, keepdims=True))
+        own = scores.max(axis=1, keepdims=True)
+        largest = jnp.maximum(self.largest, own)
         shares, kept = jnp.exp(scores - largest), jnp.exp(self.largest - largest)
-        return Weights(largest, self.total * kept + shares.sum(axis=1, keepdims=True), kept, shares)
+        total = self.total * kept + shares.sum(axis=1, keepdims=True)
+        return Weights(largest, total, kept, shares, jnp.exp(own - largest))
 
     def mixed_with(
         self, weights: Weights, value: jax.Array, *, values_last: bool = False, scale: jax.Array | None = None

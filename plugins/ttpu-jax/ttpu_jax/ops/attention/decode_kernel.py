@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
-from ttpu_jax.ops.attention.blocks import LANES, device_kind
+from ttpu_jax.ops.attention.blocks import LANES, TWO_CORES, device_kind
 from ttpu_jax.ops.attention.blockwise import KeptRunning, scored
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import MASKED
@@ -20,7 +20,8 @@ from ttpu_jax.ops.attention.reference import MASKED
 BLOCK_BYTES = 2**19
 """Of the keys of all heads in one block; two blocks of keys and two of values are in VMEM at once."""
 TOGETHER = 4
-"""Products that begin together, of a head of a row each: the results of one come long after it began."""
+"""Products that begin together, of a head of a row each: the results of one come long after it began. Of rows that are
+computed together each reads the blocks that any of them sees."""
 STAYS_IN_HBM = ("TPU v5 lite", "TPU v5e")
 """Chips on which the compiler (libtpu 0.0.42) may not fetch caches into VMEM, where a step writes a row into them, and
 copy them back: of gemma-3-12b's windows that is a third more traffic (tensor 8: 8.83 instead of 7.88 ms a step). On v6e
@@ -53,7 +54,9 @@ def attended_rows(
     """
     batch, heads, group, dim = query.shape
     slots, value_dim = key.shape[2], value.shape[3]
-    together = next(count for count in range(max(1, TOGETHER // heads), 0, -1) if batch % count == 0)
+    kind = "" if interpret else device_kind(AttentionContext(mesh=None))
+    most = max(1, min(TOGETHER // heads, batch // (2 if kind in TWO_CORES else 1)))
+    together = next(count for count in range(most, 0, -1) if batch % count == 0)
     block = block_slots(slots, together * heads * max(dim, value_dim) * key.dtype.itemsize)
     blocks = slots // block
     rows = query.astype(key.dtype)
@@ -79,7 +82,7 @@ def attended_rows(
         return pl.BlockSpec((together, heads, *((size, block) if slots_last else (block, size))), place)
 
     whole = pl.BlockSpec((together, heads, group, dim), lambda row, number, *_: (row, 0, 0, 0))
-    if not interpret and device_kind(AttentionContext(mesh=None)) in STAYS_IN_HBM:
+    if kind in STAYS_IN_HBM:
         key, value = (pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in (key, value))
     mixed: jax.Array = pl.pallas_call(
         partial(_kernel, spec=spec, blocks=blocks, keys_last=keys_last, values_last=values_last),

@@ -41,7 +41,7 @@ def paged_attention(
         sinks: [kv_heads, q_per_kv] logits of attention sinks: each takes a share of the probability and has no
             value.
         context: the mesh, the axes that shard KV heads, the platform.
-        own: use our kernels for combined pages without scales; False leaves these to JAX's kernel or the reference.
+        own: use our kernels for combined pages; False leaves these to JAX's kernel or the reference.
 
     Returns:
         [tokens, kv_heads, q_per_kv, value_dim] in the query's dtype; those of padding tokens may be no

@@ -1,4 +1,4 @@
-"""Copies of blocks of pages from HBM into one of two buffers, inside a kernel, while the other one is computed."""
+"""Copies of blocks of pages from HBM into buffers, inside a kernel, while what other buffers hold is computed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PageCopies:
 
     Args:
         sources: references in HBM, [pages, ...] each.
-        targets: references in VMEM, [2, pages of a block, ...] each.
-        ready: a semaphore for each of the two buffers.
+        targets: references in VMEM, [buffers, pages of a block, ...] each.
+        ready: a semaphore for each of the buffers.
         table: the block table in scalar memory, [pieces, pages].
     """
 

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_core.spec.arithmetic import attention_flops
+from ttpu_jax.ops.attention.blocks import TWO_CORES
 from ttpu_jax.ops.attention.blockwise import Running, Weights, masked, scored
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.copies import PageCopies
@@ -22,17 +23,23 @@ from ttpu_jax.ops.paged_attention.kernel import LANES
 from ttpu_jax.ops.paged_attention.layout import page_size_of, parts_of, widened
 from ttpu_jax.ops.paged_attention.page_rows import BlockKeys, Reader, computed_dtype, read_by_kernels
 from ttpu_jax.ops.paged_attention.pieces import Pieces, pieces_of, placed, singles_of
-from ttpu_jax.ops.paged_attention.query_blocks import TWO_CORES
 
 BLOCK_BYTES, BLOCK_TOKENS = 2**21, 1024
 """The most of the pages that are computed together, of all sequences; as much is copied meanwhile."""
 TOGETHER = 4
 """Products that begin together, of a head of a sequence each: the results of one come long after it began."""
+MOST_ROWS, MOST_SCORES = 256, 2**18
+"""Of queries of sequences that are computed together, and of numbers in their scores: of more, products take long
+enough by themselves, and VMEM would not hold what they give."""
+MOST_DIGITS = 2**17
+"""The most scores of one head whose shares become digits."""
 FLOAT8_CYCLES = 3
 """That the kernel takes for 1,024 numbers of float8 pages, most of them to convert these: 3.4 on v5e, 2.9 on v6e, by
-libtpu 0.0.42. As many transcendental operations are stated for each number."""
+libtpu 0.0.42. As many transcendental operations are stated for each number. In the kernel for prompts products take
+longer."""
 QUERY_BYTES = 2**21
 """Of the queries of the sequences in one step of the grid."""
+SUBLANES = 8
 FEW = 4
 """Blocks of this part of a whole one are computed where a sequence ends."""
 
@@ -52,7 +59,7 @@ def attend(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: pages without scales, or split ones.
+        kv: pages that `unserved_pages` accepts.
         batch: a step that `unserved_step` accepts.
         spec: the layer's attention.
         kind: the device kind.
@@ -90,7 +97,7 @@ def attend_singles(
 
     Args:
         query: [tokens, kv_heads, q_per_kv, head_dim].
-        kv: pages without scales, or split ones.
+        kv: pages that `unserved_pages` accepts.
         pieces: of the batch.
         spec: the layer's attention.
         kind: the device kind.
@@ -133,8 +140,9 @@ def _attend(
     steps = 2 if kind in TWO_CORES and count > 1 else 1
     steps = max(steps, -(-queries.nbytes // QUERY_BYTES))
     each = -(-count // steps)
-    together = min(each, max(1, TOGETHER // heads))
-    block = page_block(kv, pieces.table.shape[1], together)
+    together = min(each, max(1, TOGETHER // heads), max(1, MOST_ROWS // rows))
+    together = -(-each // -(-each // together))  # as many in each turn, or one fewer
+    block = page_block(kv, pieces.table.shape[1], together, rows)
     each = -(-each // together) * together
     steps = -(-count // each)
     x = jnp.pad(queries, ((0, steps * each - count), (0, 0), (0, 0), (0, 0)))
@@ -171,10 +179,12 @@ def _attend(
     return mixed[:count]
 
 
-def page_block(kv: PagedKV, pages: int, together: int) -> int:
-    """Pages of one block of a table of `pages` columns, where so many sequences are computed together."""
+def page_block(kv: PagedKV, pages: int, together: int, rows: int) -> int:
+    """Pages of one block of a table of `pages` columns, where so many sequences are computed together, with `rows` of
+    queries for each KV head."""
     page_bytes = kv.pages.nbytes // len(kv.pages) * together
-    return max(1, min(pages, BLOCK_BYTES // page_bytes, BLOCK_TOKENS // page_size_of(kv)))
+    most = BLOCK_TOKENS if kv.scales is None else min(BLOCK_TOKENS, MOST_DIGITS // rows)
+    return max(1, min(pages, BLOCK_BYTES // page_bytes, most // page_size_of(kv)))
 
 
 def cost_of_singles(queries: jax.Array, kv: PagedKV, pieces: Pieces, spec: AttentionSpec) -> pl.CostEstimate:
@@ -262,7 +272,7 @@ def _kernel(
         def attended(slot: Any, before: Any, n: int, carry: Any) -> Any:
             shape = (rows if rows > group else 1, n * page_size)
             lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-            blocks, scores = [], []
+            readers = []
             for place, (index, length) in enumerate(sequences):
                 last = left = length - before
                 if rows > group:  # rows of a query see fewer keys than those of the last one
@@ -272,12 +282,19 @@ def _kernel(
                 if spec.window is not None:
                     hidden = hidden | (lane < last - spec.window)
                 read = reader([buffer.at[slot * together + place, pl.ds(0, n)] for buffer in buffers], left)
+                readers += [(place, head, read, hidden) for head in range(heads)]
+            most, states = max(1, MOST_SCORES // (max(rows, SUBLANES) * n * page_size)), []
+            for beginning in range(0, len(readers), most):
                 # Products begin in this order: those of all heads before the first one's next step.
-                for head in range(heads):
-                    blocks.append(read(head))
-                    scores.append(_scored(queries[first - begin + place, head], blocks[-1], hidden, spec))
-            weights = [state.weighed(found) for state, found in zip(carry, scores, strict=True)]
-            return tuple(map(_mixed, carry, weights, blocks))
+                some, before = readers[beginning : beginning + most], carry[beginning : beginning + most]
+                blocks = [read(head) for _, head, read, _ in some]
+                scores = [
+                    _scored(queries[first - begin + place, head], block, hidden, spec)
+                    for (place, head, _, hidden), block in zip(some, blocks, strict=True)
+                ]
+                weights = [state.weighed(found) for state, found in zip(before, scores, strict=True)]
+                states += map(_mixed, before, weights, blocks)
+            return tuple(states)
 
         start = [Running.start(sinks[head], width) for _ in sequences for head in range(heads)]
         for number, state in enumerate(jax.lax.fori_loop(0, blocks, block, tuple(start))):
@@ -289,9 +306,9 @@ def _kernel(
 
 def _scored(query: jax.Array, block: BlockKeys, hidden: jax.Array, spec: AttentionSpec) -> jax.Array:
     """The scores of a block of keys, `scored`; int8 is multiplied as it is."""
-    if block.key.dtype != jnp.int8 or block.scales is None:
+    if block.key.dtype != jnp.int8 or block.scales is None:  # which int8 has
         return scored(query, block.key, hidden, spec, scale=None if block.scales is None else block.scales[0])
-    products = Rows(query.astype(jnp.float32)).by_features(_parts(block.key))
+    products = Rows(query.astype(jnp.float32), 2).by_features(_parts(block.key))
     return masked(products, hidden, spec, block.scales[0])
 
 
@@ -300,7 +317,9 @@ def _mixed(state: Running, weights: Weights, block: BlockKeys) -> Running:
     if block.value.dtype != jnp.int8 or block.scales is None:
         return state.mixed_with(weights, block.value, scale=None if block.scales is None else block.scales[1])
     scale = block.scales[1]
-    return state.after(weights, Rows(weights.shares * scale, scale.max(1, keepdims=True)).by_rows(_parts(block.value)))
+    # Many small shares may matter beside a large one, so that they have three digits.
+    shares = Rows(weights.shares * scale, 3, weights.most * scale.max(1, keepdims=True))
+    return state.after(weights, shares.by_rows(_parts(block.value)))
 
 
 def _parts(x: jax.Array) -> list[jax.Array]:

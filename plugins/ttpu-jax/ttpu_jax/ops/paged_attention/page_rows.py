@@ -102,7 +102,7 @@ def _scales(found: Any, column: int, left: Any) -> jax.Array:
     lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
 
     def loaded(first: int, count: int) -> jax.Array:
-        """The row of every fourth tile from `first` on."""
+        """The rows of `count` tiles from `first` on, each `in_row` tiles after the one before."""
         if count > 1 and lanes == LANES:  # others cannot be loaded with a stride
             return flat[pl.ds(first, count, stride=in_row), own]
         return jnp.concatenate([flat[pl.ds(first + number * in_row, 1), own] for number in range(count)])

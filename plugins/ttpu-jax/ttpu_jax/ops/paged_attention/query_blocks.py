@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ttpu_jax.ops.attention.blocks import TWO_CORES
 from ttpu_jax.ops.paged_attention.copies import PageCopies
 from ttpu_jax.ops.paged_attention.pieces import Pieces
 
-TWO_CORES = ("TPU v4", "TPU v5")
-"""Kinds of devices whose two cores share the steps of a grid."""
 _PIECE, _FIRST, _USED = range(3)
 _START, _END, _AHEAD, _LENGTH = range(4)
 
