@@ -283,7 +283,8 @@ def _kernel(
                     hidden = hidden | (lane < last - spec.window)
                 read = reader([buffer.at[slot * together + place, pl.ds(0, n)] for buffer in buffers], left)
                 readers += [(place, head, read, hidden) for head in range(heads)]
-            most, states = max(1, MOST_SCORES // (max(rows, SUBLANES) * n * page_size)), []
+            most = max(1, MOST_SCORES // (max(rows, SUBLANES) * n * page_size))
+            states: list[Running] = []
             for beginning in range(0, len(readers), most):
                 # Products begin in this order: those of all heads before the first one's next step.
                 some, before = readers[beginning : beginning + most], carry[beginning : beginning + most]
