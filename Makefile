@@ -44,7 +44,7 @@ NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py 
                   test_trainer.py test_grpo.py test_checkpoints.py test_engine_rows.py test_imports.py test_initialize.py \
                   test_task_evaluation.py
 # Combinations of operations, the decoder, quantized kernels and the engine, each of which has its own tests here.
-NEWEST_IGNORED += test_train_[!r]*.py test_train_reward.py test_preference.py test_packed_rows.py test_loss.py test_quantized_matmul.py test_padded.py test_layer_steps.py test_latent_attention_cache.py test_int8_paged_attention.py \
+NEWEST_IGNORED += test_train_[!r]*.py test_train_reward.py test_preference.py test_packed_rows.py test_loss.py test_quantized_matmul.py test_padded.py test_layer_steps.py test_latent_attention_cache.py \
                   test_quantized_load.py test_layer_run.py test_quantize.py test_eval.py \
                   test_causal_model.py test_fake_quantization.py \
                   test_engine_core.py test_engine_speculative.py test_engine_embed.py test_engine_quantized.py
@@ -58,7 +58,7 @@ NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gi
               computing_all_again keys_and_values_in_pairs what_is_not_finite_stays as_near_as_bfloat16 \
               heads_that_do_not_fit_one_block two_cores_take_turns pages_hold_the_same opened_to_train \
               padding_that_a_kernel_leaves last_token_alone a_sharded_ring_too attended_to_in_blocks_with \
-              the_same_bit_for_bit_alone split_pages_have
+              the_same_bit_for_bit_alone split_pages_have scales_of_several_tiles bits_of_the_plain_version
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests plugins/ttpu-any/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check

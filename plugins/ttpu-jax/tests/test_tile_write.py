@@ -62,12 +62,9 @@ FLOAT8, INT8 = jnp.float8_e4m3fn, jnp.int8
         (SHARED, ONE, 1, FLOAT8),
         (TIGHT, ONE, 1, FLOAT8),
         (SPARSE, ONE, 1, FLOAT8),
-        (DECODE, TWO, 2, INT8),
         (DECODE, LATENTS, 2, INT8),
-        (MIXED, ONE, 1, INT8),
         (MIXED, LATENTS, 1, INT8),
         (MIXED, TWO, 2, INT8),
-        (NOTHING, ONE, 1, INT8),
         (CROWD, THREE, 1, INT8),
         (SHARED, THREE, 1, INT8),
         (DECODE, FOUR, 1, INT8),
@@ -89,6 +86,7 @@ def test_the_kernel_writes_the_bits_of_the_plain_version(
         jnp.asarray(rng.standard_normal((case.tokens, spec.num_kv_heads, dim)), jnp.bfloat16)
         for dim in (spec.head_dim, spec.value_dim)
     )
+    key = key.at[1].set(0)  # which int8 has a scale for too
     key = key.at[0, 0, 0].set(1000)  # more than float8 holds, which are NaN unless they are clipped
     value = None if in_key else value
     wanted = jax.jit(write)(kv, key, value, case.batch)

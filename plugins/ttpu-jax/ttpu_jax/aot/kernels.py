@@ -7,6 +7,7 @@ import re
 from math import prod
 
 from ttpu_core.sharding.hardware import Chip
+from ttpu_jax.ops.attention.blocks import TWO_CORES
 
 from .hlo import Instruction, array_bytes
 
@@ -22,8 +23,6 @@ _FLASH_BLOCK = re.compile(r"block_q_major_(\d+)")
 _RAGGED = "ragged_paged_attention"
 VECTOR = 8 * 128
 """Numbers of a register, which the vector unit takes in a cycle."""
-_CORES = {"v4": 2, "v5p": 2}
-"""Cores of one device; one on other chips."""
 
 
 def flops_rate(kernel: Instruction, chip: Chip) -> float:
@@ -38,7 +37,7 @@ def flops_rate(kernel: Instruction, chip: Chip) -> float:
 
 def vector_rate(chip: Chip) -> float:
     """Numbers per second that go through the vector unit once: a register of 8 x 128 each cycle."""
-    return VECTOR * _CORES.get(chip.name, 1) * chip.clock_hz
+    return VECTOR * (2 if chip.device_kind in TWO_CORES else 1) * chip.clock_hz
 
 
 def known_cost(kernel: Instruction) -> tuple[int, int] | None:
