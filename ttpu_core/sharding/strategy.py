@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.sharding.shares import shared_dimension
 from ttpu_core.spec import axes
 
 STAGE = "stage"
@@ -29,7 +31,7 @@ class Strategy:
         self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int], name: str
     ) -> tuple[MeshAxes, ...]:
         """The mesh axes that shard each dimension; () for a dimension that every device holds whole. Mesh axes of
-        size 1 are omitted.
+        size 1 are omitted. What shards features shards another dimension of experts' kernels, see `shared_dimension`.
 
         Args:
             logical: the logical axis of each dimension.
@@ -40,7 +42,7 @@ class Strategy:
         Raises:
             UnsupportedError: the devices do not divide a dimension.
         """
-        table = dict(self.rules)
+        table = self._table(logical, shape, mesh)
         taken: set[str] = set()
         result: list[MeshAxes] = []
         for axis, size in zip(logical, shape, strict=True):
@@ -57,6 +59,23 @@ class Strategy:
             taken.update(wanted)
             result.append(wanted)
         return tuple(result)
+
+    def _table(
+        self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int]
+    ) -> dict[str, MeshAxes]:
+        """The rules for an array of these logical axes."""
+        table = dict(self.rules)
+        if axes.EXPERT not in logical or axes.EMBED not in logical:
+            return table
+        others = {mesh_axis for axis in logical if axis != axes.EMBED for mesh_axis in table.get(axis or "", ())}
+        sharing = tuple(a for a in table.get(axes.EMBED, ()) if a not in others and mesh.get(a, 1) > 1)
+        rest = {**table, axes.EMBED: ()}
+        ways = [prod(mesh.get(a, 1) for a in rest.get(axis or "", ())) for axis in logical]
+        place = shared_dimension(logical, shape, ways, prod(mesh[a] for a in sharing))
+        instead = None if place is None else logical[place]
+        if not sharing or instead is None or instead == axes.EMBED:
+            return table
+        return {**rest, instead: (*rest.get(instead, ()), *sharing)}
 
 
 DEFAULT_STRATEGY = Strategy(

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ttpu_core.errors import RequestError
 from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.shares import TILE_ROWS
 from ttpu_core.spec.arithmetic import BITS
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
@@ -132,10 +133,6 @@ class PlannedUpdate:
     rows: int
     length: int
     settings: UpdateSettings
-
-
-TILE_ROWS = 16
-"""Rows of a tile of two-byte numbers in a TPU's memory."""
 
 
 def fits_over(features: int, rows: int, tokens: int) -> bool:

@@ -193,4 +193,17 @@ def test_weights_are_shared_by_default_where_fsdp_or_expert_divides_rows(mesh: s
     if "expert" in mesh:  # which divides experts alone where it divides them, and in every stage
         for which in (found, zero_placements(local_placement(mesh, TRAINING_STRATEGY), 1)):
             sharding: Any = which.state("layers.0.moe.experts.up.kernel", kernel)
-            assert sharding.spec[0] == "expert"
+            assert _names(sharding.spec[0])[0] == "expert"
+
+
+@pytest.mark.parametrize(("stage", "weight"), [(1, ()), (2, ()), (3, ("data",))])
+def test_what_devices_hold_of_experts_are_whole_experts(stage: int, weight: tuple[str, ...]) -> None:
+    found = zero_placements(local_placement("data=4,tensor=2", TRAINING_STRATEGY), stage)
+    kernel = Parameter((8, 2, 16, 32), (axes.EXPERT, axes.GATE_UP, axes.MLP, axes.EMBED))
+    held, moments = (which("layers.0.moe.experts.gate_up.kernel", kernel).spec for which in (found.weight, found.state))
+    assert (_names(held[0]), _names(moments[0])) == (weight, ("data",))
+    assert held[2] == moments[2] == "tensor" and _names(held[3]) == _names(moments[3]) == ()
+
+
+def _names(by: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if by is None else (by,) if isinstance(by, str) else by

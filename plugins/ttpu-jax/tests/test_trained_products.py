@@ -298,12 +298,39 @@ def test_weights_that_do_not_fill_lanes_are_rounded_before_the_loop(hidden: int)
     params = abstract_parameters(model.parameters, placement, np.dtype(np.float32))
     weights, trained = jax.eval_shape(step._weights, params)
     masters = {path for path, value in weights.items() if isinstance(value, Master)}
-    narrow = {path for path in params if path.endswith(("qkv.kernel", "experts.gate_up.kernel"))}
+    narrow = {path for path in params if path.endswith("qkv.kernel")}
+    of_experts = {path for path in params if ".experts." in path}
     taken_apart = {path for path in params if path.endswith(".mlp.gate_up.kernel")}
-    assert len(narrow) == 3 and taken_apart <= masters
+    assert len(narrow) == 2 and taken_apart | of_experts <= masters
+    assert {path for path in masters if weights[path].of_experts} == of_experts
     assert not narrow & masters if hidden == 512 else narrow <= masters
     assert all(weights[path].dtype == trained[path].dtype == jnp.bfloat16 for path in narrow - masters)
     found = step._in_layers(None, trained)
     assert not narrow & set(found.unset) if hidden == 512 else narrow <= set(found.unset)
     by_rows = {path for path in params if path.endswith(("attention.output.kernel", "mlp.down.kernel"))}
     assert found.devices == 8 and set(found.unset) >= set(found.by_rows) >= by_rows
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(("count", "inner"), [(16, 512), (12, 2048)])
+def test_experts_are_gathered_and_their_gradients_scattered_without_copies(count: int, inner: int) -> None:
+    """16 experts are divided by experts, 12 by their rows. Parts of their last dimension, which devices divided before,
+    were copied to their places; so were the float32 weights of all layers for experts gathered by the first one."""
+    topology = tpu_topology("v6e:2x4")
+    layer = LayerSpec(replace(GQA, num_heads=8, num_kv_heads=4, head_dim=128, rope=replace(GQA.rope, rotary_dim=128)),
+                      MoESpec(count, 2, inner), NORM)  # fmt: skip
+    spec = ArchitectureSpec("tiny", EmbeddingSpec(4096, 1024), (layer,) * 3, NORM, HeadSpec(), 1024)
+    runtime = Runtime(
+        Placement(make_mesh(topology, {"fsdp": 8})), ropes=different_ropes(spec.layers), dtype=np.dtype(jnp.bfloat16)
+    )
+    step = train_step(spec, runtime, np.dtype(jnp.bfloat16), batch=8, tokens=256, stacked=True)
+    options = training_options("tpu", topology.chip)
+    del options["xla_tpu_scoped_vmem_limit_kib"]  # products in smaller pieces compile sooner
+    program = compile_for(
+        topology, step.function, *step.arguments, donate_argnums=step.donated, compiler_options=options
+    )
+    copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose|copy-start)\(", program.hlo_text)
+    shapes = [[int(size) for size in each.split(",")] for each in copies]
+    of_a_device = count * inner * 1024 // 8
+    assert not [each for each in shapes if inner in each and np.prod(each) >= of_a_device]
+    assert {one.op for one in program.collectives if one.count == len(spec.layers)} >= {"all-gather", "reduce-scatter"}

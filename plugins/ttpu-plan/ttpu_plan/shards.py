@@ -174,7 +174,7 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
             parts = tuple(shards({f"{path}.{name}": part for name, part in of_kernel.items()}))
             mesh_axes = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
             kept = tuple(
-                tuple(a for a in by if a not in of_tokens or (EXPERTS in path and axis in _STAY))
+                tuple(a for a in by if a not in of_tokens or (EXPERTS in path and axis in _STAY and a in rules[axis]))
                 for axis, by in zip(parameter.axes, mesh_axes, strict=True)
             )
             local, gathered = (_local_shape(by, parameter.shape, sizes) for by in (mesh_axes, kept))

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ttpu_core.sharding.shares import FEATURES
 from ttpu_core.sharding.strategy import SHARES_WEIGHTS, Strategy
 from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_plan.shards import admissible
-
-FEATURES = (axes.EMBED, axes.LATENT)
-"""Logical axes of parameters that the axes of the batch may shard."""
 
 
 def batch_axes(mesh: Mapping[str, int], strategy: Strategy) -> tuple[str, ...]:

@@ -278,8 +278,8 @@ def _collectives(module: Module, computation: str, count: int, is_async: bool) -
 
 def _called_collectives(module: Module, caller: Instruction, count: int, is_async: bool) -> Iterator[Collective]:
     callee = module.callee(caller) or ""
-    if callee.startswith("async_collective_fusion"):
-        return  # computes during a collective that was started elsewhere, and repeats it in its text
+    if callee.startswith("async_collective_fusion") or caller.name.startswith("async-collective-done"):
+        return  # computes during a collective that was started elsewhere, or ends it, and repeats it in its text
     fused = fused_collective(module, caller) if caller.op == "fusion" else None
     if fused is not None and fused[0] != fused[2].op:
         op, result_bytes, inner = fused

@@ -4,6 +4,7 @@ devices that share a weight exchange it rounded."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class Master:
     dtype: that it is rounded to. Static.
     sharding: of one layer's weight, and of its gradient. Static; None leaves both to the compiler.
     apart: whether the module that multiplies by it rounds it itself, by `each`. Static.
+    of_experts: whether it is the kernels of a layer's experts. Static.
     """
 
     value: jax.Array
@@ -32,6 +34,7 @@ class Master:
     dtype: np.dtype[Any] = field(metadata={"static": True})
     sharding: NamedSharding | None = field(default=None, metadata={"static": True})
     apart: bool = field(default=False, metadata={"static": True})
+    of_experts: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +50,7 @@ class Master:
         """The weight as a model computes with it, [*shape] in `dtype`."""
         if self.slot is None:
             return self._placed(self.value.astype(self.dtype))
-        return self._placed(_rounded(self.value, self.slot))
+        return self._placed(_rounded(self.value, self.slot, self.of_experts))
 
     def each(self) -> tuple[jax.Array, ...]:
         """The weights along the first dimension as a model computes with them, none of which is copied out of a larger
@@ -62,17 +65,20 @@ class Master:
         return weight if self.sharding is None else jax.lax.with_sharding_constraint(weight, self.sharding)
 
 
-@jax.custom_vjp
-def _rounded(value: jax.Array, slot: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rounded(value: jax.Array, slot: jax.Array, of_experts: bool) -> jax.Array:
     one = jax.lax.optimization_barrier(jnp.ones((), value.dtype))
-    return (value * one).astype(slot.dtype)
+    weight = (value * one).astype(slot.dtype)
+    # XLA would gather experts before it drops the loop's dimension of layers, and for that copy the float32 weights of
+    # all layers to an order of dimensions that begins with the experts.
+    return jax.lax.optimization_barrier(weight) if of_experts else weight
 
 
-def _forward(value: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
-    return _rounded(value, slot), None
+def _forward(value: jax.Array, slot: jax.Array, of_experts: bool) -> tuple[jax.Array, None]:
+    return _rounded(value, slot, of_experts), None
 
 
-def _backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+def _backward(of_experts: bool, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     return None, gradient
 
 

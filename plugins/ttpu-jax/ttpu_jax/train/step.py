@@ -252,7 +252,8 @@ class TrainStep:
             lies = self.model.runtime.placement.parameter(path, table[path])
             named = lies if isinstance(lies, NamedSharding) else None
             of_layer = named and NamedSharding(named.mesh, PartitionSpec(*named.spec[path.startswith(GROUPS) :]))
-            weights[path] = Master(value, None, self.dtype, of_layer, self._is_taken_apart(path))
+            of_experts = axes.EXPERT in table[path].axes
+            weights[path] = Master(value, None, self.dtype, of_layer, self._is_taken_apart(path), of_experts)
             if self.trainable(path):
                 slot = jnp.zeros(value.shape, self.dtype)
                 trained[path] = slot if named is None else jax.lax.with_sharding_constraint(slot, named)

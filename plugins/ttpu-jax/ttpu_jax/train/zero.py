@@ -11,12 +11,10 @@ from math import prod
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ttpu_core.errors import RequestError
+from ttpu_core.sharding.shares import FEATURES, shared_dimension
 from ttpu_core.sharding.strategy import SHARES_WEIGHTS, Strategy
 from ttpu_core.spec import Parameter, axes
 from ttpu_jax.params.placement import Placement
-
-FEATURES = (axes.EMBED, axes.LATENT)
-"""Logical axes of parameters that the axes of the batch may shard."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,10 @@ class ZeroPlacements:
         sizes = dict(whole.mesh.shape)
         of_weights = {axis for by in held for axis in by}
         for axis in (one for one in self.batch_axes if one not in of_weights):
-            for place, (name, size) in enumerate(zip(parameter.axes, parameter.shape, strict=True)):
-                if name in FEATURES and size % (sizes[axis] * prod(sizes[one] for one in held[place])) == 0:
-                    held[place] = (*held[place], axis)
-                    break
+            ways = [prod(sizes[one] for one in by) for by in held]
+            place = shared_dimension(parameter.axes, parameter.shape, ways, sizes[axis])
+            if place is not None:
+                held[place] = (*held[place], axis)
         return NamedSharding(whole.mesh, PartitionSpec(*(by or None for by in held)))
 
 
