@@ -9,6 +9,8 @@ import pytest
 from moe_cases import assert_close
 
 from ttpu_jax.ops.grouped import grouped_linear
+from ttpu_jax.ops.grouped_gradient_tpu import kernel_gradient
+from ttpu_jax.ops.grouped_tpu import visits_of
 
 GROUPED = {
     "few": (40, 24, 16, [5, 0, 11, 3]),
@@ -18,6 +20,8 @@ GROUPED = {
     "input_smaller_than_output_and_lanes": (64, 96, 32, [20, 30, 0]),
     "a_block_that_the_output_does_not_fill": (40, 1100, 4224, [5, 35]),
     "none": (16, 8, 8, [0, 0]),
+    "whole_blocks": (1100, 24, 16, [1, 1000, 0]),
+    "no_row_left_for_the_last": (256, 24, 16, [128, 128, 0, 0]),
 }
 
 
@@ -39,6 +43,25 @@ def test_a_grouped_product_gives_each_row_its_own_kernel(case: str, platform: st
         assert_close(product[start:end], x[start:end] @ kernels[group].T) if size else None
         assert_close(to_x[start:end], gradient[start:end] @ kernels[group]) if size else None
         assert_close(to_kernels[group], gradient[start:end].T @ x[start:end])
+
+
+def test_sums_of_a_gradient_are_rounded_once() -> None:
+    """In bfloat16, with blocks that the features do not fill, for kernels that lie transposed in a TPU's memory too."""
+    rng, sizes = np.random.default_rng(1), jnp.asarray([300, 0, 290], jnp.int32)
+    for out, inner in ((1100, 256), (1408, 64)):
+        x, gradient = (jnp.asarray(rng.normal(size=(600, size)), jnp.bfloat16) for size in (inner, out))
+        kernels = jax.ShapeDtypeStruct((3, out, inner), jnp.bfloat16)
+        found = kernel_gradient(x, gradient, sizes, kernels, interpret=True)
+        assert found.dtype == jnp.bfloat16
+        for group, (start, end) in enumerate(((0, 300), (300, 300), (300, 590))):
+            rows, gradients = (np.asarray(each, np.float32)[start:end] for each in (x, gradient))
+            assert_close(found[group], jnp.asarray(gradients.T @ rows, jnp.bfloat16), 1e-2)
+
+
+def test_a_group_without_rows_is_visited_within_the_rows() -> None:
+    group, tile, *_, visits = visits_of(jnp.asarray([128, 0, 128, 0, 0], jnp.int32), 256, 128, every=True)
+    assert group[: int(visits)].tolist() == [0, 1, 2, 3, 4] and tile[: int(visits)].tolist() == [0, 1, 1, 1, 1]
+    assert visits_of(jnp.asarray([128, 0, 128, 0, 0], jnp.int32), 256, 128)[-1] == 2
 
 
 def test_a_cpu_does_not_convert_kernels_that_no_row_needs() -> None:

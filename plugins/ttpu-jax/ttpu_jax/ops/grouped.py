@@ -125,9 +125,9 @@ def _gradients(
     x, kernels, sizes = residuals
     to_x = _gradient_to_x(gradient, kernels, sizes, platform)
     if platform.startswith("tpu"):
-        from ttpu_jax.ops import grouped_tpu
+        from ttpu_jax.ops.grouped_gradient_tpu import kernel_gradient
 
-        to_kernels = grouped_tpu.kernel_gradient(x, gradient, sizes, kernels, interpret=platform != "tpu")
+        to_kernels = kernel_gradient(x, gradient, sizes, kernels, interpret=platform != "tpu")
     elif platform == "cpu":
         to_kernels = _cpu_kernel_gradient(x, gradient, sizes)
     else:

@@ -198,31 +198,6 @@ def visit_groups(
     return call(group, tile, starts, ends, padded, *(array for array, _ in operands))[:rows]
 
 
-def kernel_gradient(
-    x: jax.Array, gradient: jax.Array, sizes: jax.Array, kernels: jax.Array, *, interpret: bool = False
-) -> jax.Array:
-    """The sum of gradient times x over each group's rows.
-
-    Args:
-        x: [rows, in].
-        gradient: [rows, out].
-        sizes: [groups], the number of rows of each group.
-        kernels: [groups, out, in], for its shape and dtype.
-        interpret: run the kernel in the interpreter.
-
-    Returns:
-        [groups, out, in], as `kernels`.
-    """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-    swap = stored_transposed(kernels)
-    (x, block_rows), (gradient, _) = pad_rows(x, len(sizes)), pad_rows(gradient, len(sizes))
-    left, right = (x, gradient) if swap else (gradient, x)
-    tiling = (block_rows, block_of(left.shape[1], 512), block_of(right.shape[1], 512))
-    total = tgmm(left.swapaxes(0, 1), right, sizes, kernels.dtype, tiling, interpret=interpret)
-    return total.swapaxes(1, 2) if swap else total
-
-
 def _visit(
     group_of: jax.Array,
     tile_of: jax.Array,
@@ -253,7 +228,7 @@ def _visit(
         out[...] = jnp.where(mine, found, out[...].astype(jnp.float32)).astype(out.dtype)
 
 
-def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
+def visits_of(sizes: jax.Array, rows: int, block: int, *, every: bool = False) -> tuple[jax.Array, ...]:
     """The visits of a kernel that goes through blocks of rows. The groups in a block visit it one after the other, so
     that it stays on the chip meanwhile.
 
@@ -261,6 +236,7 @@ def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
         sizes: int32 [groups], the rows of each group.
         rows: number of rows in all.
         block: rows of a block.
+        every: a group without rows has a visit too.
 
     Returns:
         The group and the block of each visit, int32 [visits]; the first row of each group and the row after its last,
@@ -270,8 +246,8 @@ def visits_of(sizes: jax.Array, rows: int, block: int) -> tuple[jax.Array, ...]:
     before = groups[:, None] >= groups  # a sum over these is a cumulative sum, in one small program
     ends = jnp.where(before, sizes, 0).sum(1)
     starts = ends - sizes
-    first = starts // block
-    counts = jnp.where(sizes > 0, (ends + block - 1) // block - first, 0)
+    first = jnp.minimum(starts // block, rows // block - 1)  # a last group without rows starts behind all blocks
+    counts = jnp.where(sizes > 0, (ends + block - 1) // block - first, int(every))
     last = jnp.where(before, counts, 0).sum(1)
     visits = jnp.arange(rows // block + len(sizes) - 1)[:, None]
     mine = (visits < last) & (visits >= last - counts)
