@@ -121,6 +121,22 @@ class TestParser:
         text = entry(kernel, f"ROOT %r = f32[8]{{0}} all-reduce(%k), channel_id=1, {GROUP}, to_apply=%add")
         assert [one.op for one in hlo.collectives(text)] == ["all-reduce"]
 
+    def test_a_collective_that_starts_goes_on_and_ends_in_fusions_counts_once(self) -> None:
+        gather = f"f32[64]{{0}} all-gather(%p), channel_id=1, {GROUP}, dimensions={{0}}"
+        names = {
+            "fused_1": "async-collective-start",
+            "async_collective_fusion.2": "fusion.2",
+            "fused_3": "async-collective-done",
+        }
+        callees = "".join(
+            f"%{callee} (p: f32[8]) -> f32[64] {{\n  ROOT %gather.{number} = {gather}\n}}\n\n"
+            for number, callee in enumerate(names)
+        )
+        calls = [f"%{name} = f32[64]{{0}} fusion(%p), kind=kCustom, calls=%{callee}" for callee, name in names.items()]
+        header, _, rest = entry(*calls).partition("\n\n")
+        (found,) = hlo.collectives(f"{header}\n\n{callees}{rest}")
+        assert (found.op, found.count, found.is_async) == ("all-gather", 1, True)
+
     def test_a_collective_counts_once_for_each_iteration_around_it(self) -> None:
         assert hlo.collectives(LOOP) == (
             hlo.Collective(

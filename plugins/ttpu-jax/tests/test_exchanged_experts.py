@@ -84,6 +84,22 @@ def test_rows_that_have_no_room_are_exchanged_later(kind: str, room: float, monk
     assert_same(with_gradients(spec, arrays(spec), tokens(), placement), on_one_device(spec))
 
 
+@pytest.mark.parametrize("room", [0.3, 1.5])
+@pytest.mark.parametrize("kind", ["topk_softmax", "ungated", "identities"])
+def test_one_part_of_the_tokens_is_exchanged_while_another_is_multiplied(
+    kind: str, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of both parts, and of rows that had no room, are added up."""
+    monkeypatch.setattr(experts, "ROOM", room)
+    monkeypatch.setattr(exchanged_experts, "PART", 1)
+    sizes: list[int] = []
+    sorted_rows = exchanged_experts._sorted_rows
+    monkeypatch.setattr(exchanged_experts, "_sorted_rows", lambda x, *a: sizes.append(len(x)) or sorted_rows(x, *a))
+    spec, x = KINDS[kind], tokens()
+    assert_same(with_gradients(spec, arrays(spec), x, placed("expert=4,tensor=2", ROWS_TOO)), on_one_device(spec))
+    assert set(sizes) == {x.shape[0] * x.shape[1] // 4 // 2}
+
+
 @pytest.mark.parametrize("kind", ["topk_softmax", "identities", "corrected_groups"])
 def test_rows_that_nobody_sends_do_not_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanged_experts, "unset", lambda shape, dtype, *_, **__: jnp.full(shape, jnp.nan, dtype))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from moe_cases import assert_close
 
-from ttpu_jax.ops.grouped import grouped_linear
+from ttpu_jax.ops.grouped import SummedKernels, grouped_linear
 from ttpu_jax.ops.grouped_gradient_tpu import kernel_gradient
 from ttpu_jax.ops.grouped_tpu import visits_of
 
@@ -52,10 +52,32 @@ def test_sums_of_a_gradient_are_rounded_once() -> None:
         x, gradient = (jnp.asarray(rng.normal(size=(600, size)), jnp.bfloat16) for size in (inner, out))
         kernels = jax.ShapeDtypeStruct((3, out, inner), jnp.bfloat16)
         found = kernel_gradient(x, gradient, sizes, kernels, interpret=True)
-        assert found.dtype == jnp.bfloat16
+        before = jnp.asarray(rng.normal(size=kernels.shape) * 50, jnp.bfloat16)
+        added = kernel_gradient(x, gradient, sizes, kernels, before, interpret=True)
+        assert found.dtype == added.dtype == jnp.bfloat16
         for group, (start, end) in enumerate(((0, 300), (300, 300), (300, 590))):
             rows, gradients = (np.asarray(each, np.float32)[start:end] for each in (x, gradient))
             assert_close(found[group], jnp.asarray(gradients.T @ rows, jnp.bfloat16), 1e-2)
+            total = np.asarray(before[group], np.float32) + gradients.T @ rows
+            assert_close(added[group], jnp.asarray(total, jnp.bfloat16), 1e-2)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu-interpreted", "gpu"])
+def test_a_gradient_begins_with_that_of_other_rows(platform: str) -> None:
+    rng, sizes = np.random.default_rng(2), jnp.asarray([5, 0, 11], jnp.int32)
+    x, kernels, sums, gradient = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 8), (3, 2, 6, 8), (3, 2, 6, 8), (16, 12))
+    )
+
+    def gradients(kernels: jax.Array, *sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def product(x: jax.Array, kernels: jax.Array) -> jax.Array:
+            return grouped_linear(x, SummedKernels(kernels, *sums) if sums else kernels, sizes, platform)
+
+        return jax.vjp(product, x, kernels)[1](gradient)
+
+    (to_x, to_kernels), (same, own) = gradients(kernels, sums), gradients(kernels)
+    assert_close(to_x, same)
+    assert_close(to_kernels, own + sums)
 
 
 def test_a_group_without_rows_is_visited_within_the_rows() -> None:

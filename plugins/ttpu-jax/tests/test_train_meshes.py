@@ -44,6 +44,13 @@ MODELS = {
         "router_aux_loss_coef": 0.02,
     },
 }
+MODELS["mixtral of two layers"] = {
+    **MODELS["mixtral"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +108,7 @@ def plain(place: Path) -> dict[str, list[float]]:
     [
         ("mixtral", "fsdp=2,expert=2,tensor=2", 4, 2, 1),
         ("mixtral", "expert=4,tensor=2", 4, 3, 1),
+        ("mixtral of two layers", "fsdp=2,expert=4", 8, 3, 1),
         ("llama", "dcn.data=2,fsdp=2,sequence=2", 4, 3, 2),
     ],
 )
@@ -203,6 +211,12 @@ def test_what_devices_hold_of_experts_are_whole_experts(stage: int, weight: tupl
     held, moments = (which("layers.0.moe.experts.gate_up.kernel", kernel).spec for which in (found.weight, found.state))
     assert (_names(held[0]), _names(moments[0])) == (weight, ("data",))
     assert held[2] == moments[2] == "tensor" and _names(held[3]) == _names(moments[3]) == ()
+
+
+def test_where_experts_are_divided_already_their_rows_are() -> None:
+    found = zero_placements(local_placement("data=2,expert=4", TRAINING_STRATEGY), 1)
+    sharding: Any = found.state("experts.up.kernel", Parameter((4, 64, 32), (axes.EXPERT, axes.MLP, axes.EMBED)))
+    assert [_names(by) for by in sharding.spec] == [("expert",), ("data",), ()]
 
 
 def _names(by: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,15 @@ import numpy as np
 from ttpu_core.sharding.experts import most_rows, room_for_rows
 from ttpu_core.spec import MoESpec
 from ttpu_jax.ops.exchange import Deliveries, Pieces, deliveries, exchange
-from ttpu_jax.ops.moe import ExpertKernels, combine, dispatch, expert_outputs, sorted_by, weights_of
+from ttpu_jax.ops.grouped import SummedKernels
+from ttpu_jax.ops.moe import ExpertKernels, Sorting, combine, dispatch, expert_outputs, sorted_by, weights_of
 from ttpu_jax.ops.parts import OVERFLOW, filled
 
 LANES = 128
+PARTS, PART, NARROW = 2, 512, 4096
+"""In how many parts a device's tokens are exchanged, one while experts multiply another; the fewest tokens of a part,
+as experts' kernels are read for each; and the most inner features of experts whose rows travel for about as long as
+they are multiplied: wider ones are given all tokens at once."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,33 @@ def run_exchanged(
         float32 [tokens, hidden]. Results of devices along the other axes of experts, and along the axes of their inner
         dimension, must be added.
     """
-    count, experts = chosen.shape[1], kernels.up.shape[0]
+    count = chosen.shape[1]
+    parts = PARTS if how.spec.intermediate_size <= NARROW and len(x) % PARTS == 0 and len(x) >= PARTS * PART else 1
+    x_parts, chosen_parts, weight_parts = (jnp.split(array, parts) for array in (x, chosen, weights))
+    given = tuple(
+        _sorted_rows(*part, kernels.up.shape[0], how)
+        for part in zip(x_parts, chosen_parts, weight_parts, strict=True)
+    )
+    results = _results(tuple((one.rows, one.weight) for one in given), kernels, tuple(one.table for one in given), how)
+    sums = [combine(rows, one.sorting, count) for rows, one in zip(results, given, strict=True)]
+    return sums[0] if parts == 1 else jnp.concatenate(sums)
+
+
+class _SortedRows(NamedTuple):
+    """Tokens' rows [assignments, ...] in the order of their experts, their weights [assignments, 1], how they are
+    sorted, and what devices send each other."""
+
+    rows: jax.Array
+    weight: jax.Array
+    sorting: Sorting
+    table: Deliveries
+
+
+def _sorted_rows(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: int, how: ExchangedExperts
+) -> _SortedRows:
+    """The rows of tokens x [tokens, hidden]; `experts` are on each device."""
+    count = chosen.shape[1]
     expert = chosen.T.reshape(-1)
     device, found = how.destination(expert, experts)
     groups = how.devices * experts
@@ -101,9 +132,7 @@ def run_exchanged(
     group = jnp.where(found, device * experts + expert % experts, groups)
     sorting, sizes = sorted_by(group, groups, None if every else found)
     table = deliveries(jax.lax.all_gather(sizes.reshape(how.devices, experts), how.exchanging))
-    weight = weights_of(weights, sorting, x.dtype)
-    rows = dispatch(_in_words(x), sorting, count)
-    return combine(_results(rows, weight, kernels, table, how), sorting, count)
+    return _SortedRows(dispatch(_in_words(x), sorting, count), weights_of(weights, sorting, x.dtype), sorting, table)
 
 
 def _in_words(x: jax.Array) -> jax.Array:
@@ -113,49 +142,78 @@ def _in_words(x: jax.Array) -> jax.Array:
     return x.reshape(len(x), words, -1) if words > 1 and x.shape[1] % (words * LANES) == 0 else x[:, None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _results(
-    rows: jax.Array, weight: jax.Array, kernels: ExpertKernels, table: Deliveries, how: ExchangedExperts
-) -> jax.Array:
-    """What experts give rows [assignments, ...] times weight [assignments, 1], in the shape of rows; undefined for
-    those that are sent nowhere, and so are their gradients."""
+Rows = tuple[tuple[jax.Array, jax.Array], ...]
+"""Of each part: rows [assignments, ...] and their weights [assignments, 1]."""
 
-    def visit(window: _Window, out: jax.Array) -> jax.Array:
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _results(
+    parts: Rows, kernels: ExpertKernels, tables: tuple[Deliveries, ...], how: ExchangedExperts
+) -> tuple[jax.Array, ...]:
+    """What experts give the rows of each part times their weights, in the shape of the rows; undefined for those that
+    are sent nowhere, and so are their gradients."""
+
+    def visit(rows: jax.Array, weight: jax.Array, window: _Window, out: jax.Array) -> jax.Array:
         given = window.outputs(window.fetched(rows), window.fetched_lanes(weight), kernels)
         return window.returned(given, out)
 
-    return _in_windows(visit, unset(rows.shape, rows.dtype, table.sizes, how.platform), rows, kernels, table, how)
+    found = []
+    for (rows, weight), table in zip(parts, tables, strict=True):
+        first = unset(rows.shape, rows.dtype, table.sizes, how.platform)
+        found.append(_in_windows(partial(visit, rows, weight), first, rows, kernels, table, how))
+    return tuple(found)
 
 
-def _results_gradients(how: ExchangedExperts, residuals: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
-    """Rows are fetched again, and so are the gradients of what they were given; those of the kernels stay."""
-    rows, weight, kernels, table = residuals
+def _results_gradients(
+    how: ExchangedExperts,
+    residuals: tuple[Rows, ExpertKernels, tuple[Deliveries, ...]],
+    gradients: tuple[jax.Array, ...],
+) -> tuple[Any, ...]:
+    """Rows are fetched again, and so are the gradients of what they were given; those of the kernels stay, and each
+    part adds to those of the parts before."""
+    parts, kernels, tables = residuals
     leaves, tree = jax.tree.flatten(kernels)
     trained = [place for place, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
-    def outputs(window: _Window, rows: jax.Array, weight: jax.Array, given: list[jax.Array]) -> jax.Array:
-        values = dict(zip(trained, given, strict=True))
-        whole = [values.get(place, leaf) for place, leaf in enumerate(leaves)]
+    def adds(place: int, rows: jax.Array) -> bool:
+        """Whether the product's gradient is added to that of other rows where it is computed."""
+        leaf = leaves[place]
+        return any(leaf is kernel for kernel in (kernels.up, kernels.down)) and leaf.dtype == rows.dtype
+
+    def outputs(
+        window: _Window, sums: list[jax.Array] | None, rows: jax.Array, weight: jax.Array, given: list[jax.Array]
+    ) -> jax.Array:
+        whole: list[Any] = list(leaves)
+        for number, place in enumerate(trained):
+            whole[place] = given[number]
+            if sums is not None and adds(place, rows):
+                whole[place] = SummedKernels(given[number], sums[number])
         return window.outputs(rows, weight, jax.tree.unflatten(tree, whole))
 
-    def visit(window: _Window, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def visit(
+        rows: jax.Array, weight: jax.Array, gradient: jax.Array, window: _Window, sums: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         to_rows, to_weight, to_kernels = sums
         values = window.fetched(rows), window.fetched_lanes(weight), [leaves[place] for place in trained]
-        _, back = jax.vjp(partial(outputs, window), *values)
+        _, back = jax.vjp(partial(outputs, window, to_kernels), *values)
         by_rows, by_weight, by_kernels = back(window.fetched(gradient))
-        return (
-            window.returned(by_rows, to_rows),
-            window.returned(_lanes(by_weight), to_weight),
-            by_kernels if to_kernels is None else jax.tree.map(jnp.add, to_kernels, by_kernels),
-        )
+        if to_kernels is not None:
+            pairs = zip(trained, to_kernels, by_kernels, strict=True)
+            by_kernels = [by if adds(place, rows) else so_far + by for place, so_far, by in pairs]
+        return window.returned(by_rows, to_rows), window.returned(_lanes(by_weight), to_weight), by_kernels
 
-    begin = partial(unset, sizes=table.sizes, platform=how.platform)
-    first = begin(rows.shape, rows.dtype), begin((len(rows), 1, LANES), jnp.float32), None
-    to_rows, to_weight, to_kernels = _in_windows(visit, first, rows, kernels, table, how)
+    to_parts, to_kernels = [], None
+    for (rows, weight), table, gradient in zip(parts, tables, gradients, strict=True):
+        begin = partial(unset, sizes=table.sizes, platform=how.platform)
+        first = begin(rows.shape, rows.dtype), begin((len(rows), 1, LANES), jnp.float32), to_kernels
+        visit_part = partial(visit, rows, weight, gradient)
+        to_rows, to_weight, to_kernels = _in_windows(visit_part, first, rows, kernels, table, how)
+        to_parts.append((to_rows, to_weight[:, 0, :1].astype(weight.dtype)))
+    assert to_kernels is not None
     none = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
     found = dict(zip(trained, to_kernels, strict=True))
     of_kernels = jax.tree.unflatten(tree, [found.get(place, leaf) for place, leaf in enumerate(none)])
-    return to_rows, to_weight[:, 0, :1].astype(weight.dtype), of_kernels, None
+    return tuple(to_parts), of_kernels, None
 
 
 _results.defvjp(lambda *values: (_results(*values), values[:-1]), _results_gradients)

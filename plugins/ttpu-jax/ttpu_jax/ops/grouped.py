@@ -8,7 +8,7 @@ multiplies every row by every kernel; so a TPU runs Pallas kernels and a CPU a l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from math import prod
 from typing import Any
@@ -43,9 +43,26 @@ def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platfo
     return _grouped(kernels, x, group_sizes, platform)
 
 
+@dataclass(frozen=True)
+class SummedKernels:
+    """Kernels whose gradient begins with that of other rows, to which a TPU adds it where it lies.
+
+    kernels: [groups, *out, in], in the dtype of the rows.
+    sums: [groups, *out, in], which have no gradient themselves.
+    """
+
+    kernels: jax.Array
+    sums: jax.Array
+
+
 @singledispatch
 def _grouped(kernels: Any, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
-    return _dense(x, kernels.astype(x.dtype), sizes, platform)
+    return _dense(x, kernels.astype(x.dtype), sizes, None, platform)
+
+
+@_grouped.register
+def _(kernels: SummedKernels, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+    return _dense(x, kernels.kernels, sizes, kernels.sums, platform)
 
 
 @_grouped.register
@@ -101,9 +118,11 @@ def _quantized_gradients(
 _quantized.defvjp(_quantized_with_residuals, _quantized_gradients)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dense(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: str) -> jax.Array:
-    """`grouped_linear` of kernels [groups, *out, in] in x's dtype."""
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _dense(
+    x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, sums: jax.Array | None, platform: str
+) -> jax.Array:
+    """`grouped_linear` of kernels [groups, *out, in] in x's dtype, whose gradient begins with `sums`, if any."""
     if platform.startswith("tpu"):
         from ttpu_jax.ops import grouped_tpu  # Pallas takes 0.4 s to import
 
@@ -113,27 +132,33 @@ def _dense(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array, platform: s
     return _ragged_dot(x, _merged(kernels), group_sizes, contract=2)
 
 
+_Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
 def _with_residuals(
-    x: jax.Array, kernels: jax.Array, sizes: jax.Array, platform: str
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _dense(x, kernels, sizes, platform), (x, kernels, sizes)
+    x: jax.Array, kernels: jax.Array, sizes: jax.Array, sums: jax.Array | None, platform: str
+) -> tuple[jax.Array, _Residuals]:
+    return _dense(x, kernels, sizes, sums, platform), (x, kernels, sizes, sums)
 
 
 def _gradients(
-    platform: str, residuals: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    x, kernels, sizes = residuals
+    platform: str, residuals: _Residuals, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None]:
+    x, kernels, sizes, sums = residuals
     to_x = _gradient_to_x(gradient, kernels, sizes, platform)
     if platform.startswith("tpu"):
         from ttpu_jax.ops.grouped_gradient_tpu import kernel_gradient
 
-        to_kernels = kernel_gradient(x, gradient, sizes, kernels, interpret=platform != "tpu")
+        to_kernels, sums = kernel_gradient(x, gradient, sizes, kernels, sums, interpret=platform != "tpu"), None
     elif platform == "cpu":
         to_kernels = _cpu_kernel_gradient(x, gradient, sizes)
     else:
         numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
         to_kernels = jax.lax.ragged_dot_general(gradient, x, sizes, numbers, preferred_element_type=jnp.float32)
-    return to_x, to_kernels.astype(kernels.dtype).reshape(kernels.shape), None
+    to_kernels = to_kernels.reshape(kernels.shape)
+    if sums is not None:
+        to_kernels = to_kernels + sums.astype(to_kernels.dtype)
+    return to_x, to_kernels.astype(kernels.dtype), None, None
 
 
 _dense.defvjp(_with_residuals, _gradients)

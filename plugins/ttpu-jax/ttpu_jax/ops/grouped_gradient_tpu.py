@@ -1,9 +1,9 @@
 """The gradient of the kernels of `ttpu_jax.ops.grouped` as a Pallas kernel for a TPU: the sum of gradient times x over
 each group's rows.
 
-A block of a group's gradient stays on the chip while the group's rows are visited. Rows of other groups in a block are
-taken as zero, where there are any: megablox, whose kernel this was, does that for every row of both operands, in
-float32, and turns one of them around there."""
+A block of a group's gradient stays on the chip while the group's rows are visited. Where a block has other rows too,
+these are taken as zero. megablox, whose kernel this was, masks each block of both operands, in float32, and transposes
+one of them in float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ is read once for 1,024 features of the other. By the compiler's cycles the sums 
 
 
 def kernel_gradient(
-    x: jax.Array, gradient: jax.Array, sizes: jax.Array, kernels: jax.Array, *, interpret: bool = False
+    x: jax.Array,
+    gradient: jax.Array,
+    sizes: jax.Array,
+    kernels: jax.Array,
+    sums: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """The sum of gradient times x over each group's rows, zero for a group without rows.
 
@@ -34,6 +40,7 @@ def kernel_gradient(
         gradient: [rows, out].
         sizes: [groups], the number of rows of each group. Rows after the last group may be anything.
         kernels: [groups, *out, in], for its shape and dtype.
+        sums: [groups, *out, in], to which the gradient is added in float32, in place; None adds it to nothing.
         interpret: run the kernel in the interpreter.
 
     Returns:
@@ -49,6 +56,11 @@ def kernel_gradient(
     group, tile, starts, ends, visits = visits_of(sizes, rows, block_rows, every=True)
     groups = len(sizes)
     read = left.nbytes * along + right.nbytes * across
+    of_group = pl.BlockSpec((None, *blocks), lambda m, n, visit, group, *_: (group[visit], m, n))
+    if sums is not None:
+        sums = sums.reshape(groups, -1, sums.shape[-1])
+        sums = sums.swapaxes(1, 2) if swap else sums
+        read += sums.nbytes
     total = pl.pallas_call(
         partial(_visit, block_rows=block_rows),
         out_shape=jax.ShapeDtypeStruct((groups, *shape), kernels.dtype),
@@ -58,8 +70,9 @@ def kernel_gradient(
             in_specs=[
                 pl.BlockSpec((block_rows, blocks[0]), lambda m, n, visit, group, tile, *_: (tile[visit], m)),
                 pl.BlockSpec((block_rows, blocks[1]), lambda m, n, visit, group, tile, *_: (tile[visit], n)),
+                None if sums is None else of_group,
             ],
-            out_specs=pl.BlockSpec((None, *blocks), lambda m, n, visit, group, *_: (group[visit], m, n)),
+            out_specs=of_group,
             scratch_shapes=[pltpu.VMEM(blocks, jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -68,9 +81,10 @@ def kernel_gradient(
             bytes_accessed=read + groups * shape[0] * shape[1] * item,
             transcendentals=0,
         ),
+        input_output_aliases={} if sums is None else {6: 0},
         interpret=interpret,
         name="grouped_gradient",
-    )(group, tile, starts, ends, left, right)
+    )(group, tile, starts, ends, left, right, sums)
     return total.swapaxes(1, 2) if swap else total
 
 
@@ -81,6 +95,7 @@ def _visit(
     ends: jax.Array,
     left: jax.Array,
     right: jax.Array,
+    sums: jax.Array | None,
     out: jax.Array,
     total: jax.Array,
     *,
@@ -110,7 +125,8 @@ def _visit(
 
     @pl.when((visit == last) | (group_of[jnp.minimum(visit + 1, last)] != group))
     def _() -> None:
-        out[...] = total[...].astype(out.dtype)
+        found = total[...] if sums is None else total[...] + sums[...].astype(jnp.float32)
+        out[...] = found.astype(out.dtype)
 
 
 def _within(rows: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
