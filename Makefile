@@ -60,7 +60,8 @@ NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gi
               padding_that_a_kernel_leaves last_token_alone a_sharded_ring_too attended_to_in_blocks_with \
               the_same_bit_for_bit_alone split_pages_have scales_of_several_tiles bits_of_the_plain_version \
               go_round_a_ring gradients_of_what_is_shared in_float32_steps pages_of_8_bits devices_share_wide_heads \
-              one_part_of_the_tokens that_round_their_masters an_optimizer_on_the_host
+              one_part_of_the_tokens that_round_their_masters an_optimizer_on_the_host \
+              gradient_is_the_reference_s imports_neither_transformers are_those_of_the_formulas gradients_are_summed_in
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests plugins/ttpu-any/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check
