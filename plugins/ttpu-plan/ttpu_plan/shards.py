@@ -167,6 +167,7 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
     padded, paddings = pad_architecture(spec, {axis: size for axis, size in mesh if axis in padding}, strategy)
     padded, _ = fit_formats(padded, spec, paddings, sizes, strategy)
     of_tokens = {a for axis in (axes.BATCH, axes.SEQUENCE) for a in rules.get(axis, ())}
+    stay = {axis: rules.get(axis, ()) for axis in _STAY}
 
     def shards(named: Mapping[str, Parameter]) -> Iterator[ParameterShard]:
         for path, parameter in named.items():
@@ -174,7 +175,7 @@ def _shard_model(spec: ArchitectureSpec, mesh: MeshItems, strategy: Strategy) ->
             parts = tuple(shards({f"{path}.{name}": part for name, part in of_kernel.items()}))
             mesh_axes = strategy.mesh_axes(parameter.axes, parameter.shape, sizes, path)
             kept = tuple(
-                tuple(a for a in by if a not in of_tokens or (EXPERTS in path and axis in _STAY and a in rules[axis]))
+                tuple(a for a in by if a not in of_tokens or (EXPERTS in path and a in stay.get(axis or "", ())))
                 for axis, by in zip(parameter.axes, mesh_axes, strict=True)
             )
             local, gathered = (_local_shape(by, parameter.shape, sizes) for by in (mesh_axes, kept))
