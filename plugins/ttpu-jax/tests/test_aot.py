@@ -237,24 +237,43 @@ class TestEstimate:
         cost = 'backend_config={"cost_estimate":{"flops":"%d","transcendentals":"0","bytes_accessed":"%d"}}'
         text = entry(
             f'%a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", {cost % (394_000_000, 8)}',
-            f'ROOT %b = f32[8] custom-call(%a), custom_call_target="tpu_custom_call", {cost % (8, 819_000)}',
+            f'ROOT %b = f32[8] custom-call(%a), custom_call_target="tpu_custom_call", {cost % (8, 8_190_000)}',
         )
         result = schedule.estimate(text, "v5e")
-        assert [one.roofline_seconds for one in result.unmodelled] == [pytest.approx(2e-6), pytest.approx(1e-6)]
-        assert result.seconds == 0 and result.kernel_seconds == pytest.approx(3e-6)
-        assert result.seconds_with_kernels == pytest.approx(3e-6)
-        assert result.total_seconds == pytest.approx(2e-6 / schedule.KERNEL_FLOPS + 1e-6 / schedule.KERNEL_BANDWIDTH)
-        assert schedule.estimate(text, "v5e", {"a": 5e-6}).seconds_with_kernels == pytest.approx(6e-6)
+        assert [one.roofline_seconds for one in result.unmodelled] == [pytest.approx(2e-6), pytest.approx(1e-5)]
+        assert result.seconds == 0 and result.kernel_seconds == pytest.approx(12e-6)
+        assert result.seconds_with_kernels == pytest.approx(12e-6)
+        assert result.total_seconds == pytest.approx(2e-6 / schedule.KERNEL_FLOPS + 1e-5 / schedule.KERNEL_BANDWIDTH)
+        assert schedule.estimate(text, "v5e", {"a": 5e-6}).seconds_with_kernels == pytest.approx(15e-6)
+
+    @pytest.mark.parametrize(
+        "work",
+        [
+            "%k = f32[1024]{0} dynamic-update-slice(%w, %p, %i)",
+            "%k = f32[8] fusion(%p), kind=kCustom, calls=%rows",
+            '%k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
+            'backend_config={"cost_estimate":{"flops":"8","transcendentals":"0","bytes_accessed":"8"}}',
+        ],
+        ids=["write", "fusion", "kernel"],
+    )
+    def test_no_operation_without_an_estimate_takes_less_than_the_smallest_that_has_one(self, work: str) -> None:
+        """But for those that only say something to the compiler."""
+        free = '%f = token[] custom-call(%s), custom_call_target="PrepareAsyncCallDone"'
+        text = entry("%w = f32[1024]{0} parameter(1)", "%i = s32[] parameter(2)", work, free, "ROOT %r = bitcast(%p)")
+        result = schedule.estimate(text, "v5e")
+        assert result.total_seconds == pytest.approx(schedule.LEAST_SECONDS)
+        assert result.seconds == 0 and result.seconds_with_kernels < 1e-9
+        assert [one.name for one in result.unmodelled] == ["k"]
 
     @pytest.mark.parametrize(("chip", "cores"), [("v5e", 1), ("v5p", 2)])
     def test_the_vector_unit_takes_1024_numbers_a_cycle_in_each_core(self, chip: str, cores: int) -> None:
         """At no lower share, unlike products and bytes."""
         text = entry(
             'ROOT %a = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
-            'backend_config={"cost_estimate":{"flops":"8","transcendentals":"2048000","bytes_accessed":"8"}}'
+            'backend_config={"cost_estimate":{"flops":"8","transcendentals":"20480000","bytes_accessed":"8"}}'
         )
         result = schedule.estimate(text, chip)
-        seconds = 2000 / cores / CHIPS[chip].clock_hz
+        seconds = 20_000 / cores / CHIPS[chip].clock_hz
         assert result.kernel_seconds == result.total_seconds == pytest.approx(seconds)
 
     @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.ops.attention import AttentionContext, attend
+from ttpu_jax.ops.attention import AttentionContext, attend, write_and_attend
+from ttpu_jax.ops.attention.latent_decode import latent_decode
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -59,7 +60,8 @@ def test_a_kernel_compiles_for_a_tpu_and_each_device_keeps_to_itself(
 
 @pytest.mark.parametrize("topology_name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_kernel_for_decode_compiles_for_all_generations(topology_name: str) -> None:
-    """Each kind of head and of mask, in one program, which reads the caches where they are."""
+    """Each kind of head and of mask, in one program, which reads the caches where they are, and writes those of all
+    layers but the first."""
     topology = tpu_topology(topology_name)
     sizes = {"data": len(topology.devices) // 2, "tensor": 2}
     mesh = make_mesh(topology, sizes)
@@ -83,28 +85,53 @@ def test_the_kernel_for_decode_compiles_for_all_generations(topology_name: str) 
             abstract((rows, kv, slots, spec.head_dim), "data", heads),
             abstract((rows, kv, slots, spec.value_dim), "data", heads),
             abstract((kv, spec.q_per_kv), heads),
+            abstract((rows, 1, kv, 2, max(spec.head_dim, spec.value_dim)), "data", None, heads),
         )
 
-    def decode(of_layers: Any, query_positions: jax.Array, key_positions: jax.Array) -> list[jax.Array]:
-        return [
-            attend(
-                "splash_attention",
-                *(query, key, value),
-                query_positions,
-                key_positions,
-                spec,
-                sinks=sinks if spec.sinks else None,
-                context=context,
-            )
-            for spec, (query, key, value, sinks) in zip(specs, of_layers, strict=True)
-        ]
+    def decode(of_layers: Any, query_positions: jax.Array, key_positions: jax.Array, slot: jax.Array) -> list[Any]:
+        found: list[Any] = []
+        for spec, (query, key, value, sinks, pairs) in zip(specs, of_layers, strict=True):
+            positions, more = (query_positions, key_positions, spec), {"sinks": sinks if spec.sinks else None}
+            if found:
+                found.append(write_and_attend(query, key, value, pairs, slot, *positions, **more, context=context))
+            else:
+                found.append(attend("splash_attention", query, key, value, *positions, **more, context=context))
+        return found
 
     given = [arrays(spec) for spec in specs]
     positions = [abstract((rows, size), "data", dtype="int32") for size in (1, slots)]
-    program = compile_for(topology, decode, given, *positions)
+    slot = abstract((), dtype="int32")
+    program = compile_for(topology, decode, given, *positions, slot, donate_argnums=(0,))
+    assert "dynamic-update-slice" not in program.hlo_text
     assert program.hlo_text.count("tpu_custom_call") == len(specs) and program.collectives == ()
     caches = sum(array.size * 2 for layer in given for array in layer[1:3]) // len(topology.devices)
     assert program.temp_bytes < caches // 8, "no cache is copied"
+
+
+@pytest.mark.parametrize("topology_name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_kernel_for_latents_compiles_for_all_generations(topology_name: str) -> None:
+    """It writes its cache, of which nothing is copied."""
+    topology = tpu_topology(topology_name)
+    mesh = make_mesh(topology, {"tensor": len(topology.devices)})
+    context = AttentionContext(mesh=mesh, head_axes=("tensor",), platform="tpu", own_keys=False)
+    rows, slots, rank, turned = 8, 1152, 512, 64
+    spec = AttentionSpec(num_heads=16, num_kv_heads=1, head_dim=rank + turned, v_head_dim=rank)
+
+    def abstract(*shape: int, cut: tuple[str | None, ...] = (), dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
+
+    heads, cache = (None, None, "tensor"), [abstract(rows, slots, size) for size in (rank, turned)]
+    new = tuple(abstract(rows, 1, size) for size in (rank, turned))
+    queries = [abstract(rows, 1, 16, size, cut=heads) for size in (rank, turned)]
+    integers = [abstract(*shape, dtype="int32") for shape in ((), (rows, 1), (rows, slots))]
+
+    def decode(latent: jax.Array, rope_key: jax.Array, query: jax.Array, turned: jax.Array, *more: Any) -> Any:
+        mixed, *cache = latent_decode(query, turned, latent, rope_key, *more, spec, context)
+        return 2 * mixed, cache
+
+    program = compile_for(topology, decode, *cache, *queries, new, *integers, donate_argnums=(0, 1))
+    assert program.hlo_text.count("tpu_custom_call") == 1 and program.collectives == ()
+    assert program.temp_bytes < rows * slots * rank * 2 // 8
 
 
 def test_a_training_step_with_two_rows_on_a_device_fits_into_vmem() -> None:
@@ -140,16 +167,17 @@ def test_the_caches_that_a_step_writes_into_stay_in_hbm_on_v5e(chip: str, *, fet
     def abstract(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def step(x: jax.Array, kernel: jax.Array, cache: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(x: jax.Array, kernel: jax.Array, caches: list[jax.Array], positions: Any, slot: jax.Array) -> Any:
         for _ in range(4):  # products that leave HBM idle
             x = jax.numpy.tanh(x @ kernel)
-        own = x[:, :256].reshape(rows, 1, 1, 256)
-        cache = jax.lax.dynamic_update_slice(cache, own, (0, 0, positions[0, 0], 0))
-        query = x[:, :512].reshape(rows, 1, 1, 2, 256)
+        query, pairs = (x[:, :512].reshape(rows, 1, 1, 2, 256) for _ in range(2))
         slots_of = jax.numpy.broadcast_to(jax.numpy.arange(slots), (rows, slots))
-        return attend("decode_attention", query, cache, cache, positions, slots_of, spec, context=context), cache
+        positions = positions, slots_of, spec
+        return write_and_attend(query, *caches, pairs, slot, *positions, context=context)
 
     cache = abstract(rows, 1, slots, 256)
-    given = abstract(rows, width), abstract(width, width), cache, abstract(rows, 1, dtype="int32")
-    program = compile_for(topology, step, *given, donate_argnums=(2,))
+    integers = abstract(rows, 1, dtype="int32"), abstract(dtype="int32")
+    program = compile_for(
+        topology, step, abstract(rows, width), abstract(width, width), [cache, cache], *integers, donate_argnums=(2,)
+    )
     assert ("bf16[32,1,1152,256]{3,2,1,0:T(8,128)(2,1)S(1)}" in program.hlo_text) == fetched

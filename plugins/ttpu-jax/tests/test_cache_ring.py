@@ -41,7 +41,9 @@ def limited(spec: ArchitectureSpec, **limit: int) -> ArchitectureSpec:
 class Model:
     """A tiny llama with a window in its second and third layer."""
 
-    def __init__(self, path: Path, mesh: str | None = None, *, stacked: bool = False, **limit: int) -> None:
+    def __init__(
+        self, path: Path, mesh: str | None = None, *, stacked: bool = False, attention: str = "eager", **limit: int
+    ) -> None:
         checkpoint = open_checkpoint(path)
         architecture = default_registry().architecture(checkpoint.config)
         self.spec = limited(architecture.spec, **(limit or {"window": WINDOW}))
@@ -49,7 +51,7 @@ class Model:
         table = stacked_parameters(self.spec) if stacked else self.spec.parameters
         mapping = stack_layers(architecture.mapping, self.spec) if stacked else architecture.mapping
         self.params = load_parameters(checkpoint, mapping, table, self.placement, FLOAT32)
-        runtime = Runtime(self.placement, "eager", different_ropes(self.spec.layers))
+        runtime = Runtime(self.placement, attention, different_ropes(self.spec.layers))
         self.model = causal_model(self.spec, runtime, stacked=stacked)
         self.run = jax.jit(
             lambda params, tokens, cache, fresh: self.model.forward(params, tokens, cache=cache, fresh=fresh),
@@ -60,8 +62,8 @@ class Model:
         run = jax.jit(lambda params, tokens, positions: self.model.forward(params, tokens, positions)[0])
         return np.asarray(run(self.params, TOKENS, POSITIONS))
 
-    def cache(self, **options: Any) -> KVCache:
-        cache = self.model.empty_cache(len(TOKENS), SLOTS, FLOAT32, **options)
+    def cache(self, slots: int = SLOTS, **options: Any) -> KVCache:
+        cache = self.model.empty_cache(len(TOKENS), slots, FLOAT32, **options)
         return replace(cache, start=jax.device_put(STARTS, cache.start.sharding))
 
     def read(self, cache: KVCache, begin: int, end: int, *, fresh: bool = False) -> tuple[np.ndarray, KVCache]:
@@ -114,6 +116,31 @@ def test_tokens_in_parts_equal_the_whole(path: Path, reference: np.ndarray, leng
 def test_chunks_too(path: Path) -> None:
     model = Model(path, chunk=7)
     assert_equal(model.in_parts([RING + 5, 20, *[1] * 33], fresh=True), model.logits())
+
+
+@pytest.mark.parametrize("mesh", [None, "data=1,tensor=2"])
+def test_the_kernel_that_reads_a_cache_or_a_ring_writes_it_too(
+    path: Path, mesh: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results and the cache are those of separate writes, before the end of a ring of 128 slots and behind it."""
+    tokens = np.random.default_rng(1).integers(0, 259, (len(TOKENS), 130)).astype(np.int32)
+    found, writes = [], []
+    monkeypatch.setattr(LayerCache, "write", lambda *args, write=LayerCache.write: writes.append(1) or write(*args))
+    for attention in ("eager", "decode_attention"):
+        model = Model(path, mesh, attention=attention, window=128 - REWOUND)
+        _, cache = model.run(model.params, tokens[:, :126], model.cache(256), True)
+        assert [layer.slots for layer in cache.layers] == [256, 128, 128]
+        writes.clear()
+        logits = []
+        for number in range(126, 130):
+            step, cache = model.run(model.params, tokens[:, number : number + 1], cache, False)
+            logits.append(step)
+        found.append((np.concatenate(logits, axis=1), cache.layers, len(writes)))
+    (theirs, expected, apart), (ours, layers, together) = found
+    assert apart and not together
+    assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
+    for one, other in zip(jax.tree.leaves(layers), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", ["data=1,tensor=2", "data=1,sequence=4"])

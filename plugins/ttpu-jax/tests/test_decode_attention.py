@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from ttpu_core.spec import AlibiSpec, AttentionSpec
-from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend
+from ttpu_jax.model.attention import _paired
+from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, visibility, write_and_attend
 from ttpu_jax.ops.attention.decode import LARGEST_WHOLE, serves
-from ttpu_jax.ops.attention.decode_kernel import BLOCK_BYTES, block_slots
+from ttpu_jax.ops.attention.decode_kernel import BLOCK_BYTES, attended_rows, block_at, block_slots
 
 GQA = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
 MQA = AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=128)
@@ -103,6 +105,90 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_equals_the_reference(case: Case) -> None:
     ours, theirs = both(case)
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+WRITTEN = {name: case for name, case in CASES.items() if case.slots % 128 == 0 and not case.packed}
+
+
+def written(case: Case, dtype: Any = jnp.float32, context: AttentionContext = ON_CACHE) -> list[np.ndarray]:
+    """What `write_and_attend` gives of a cache without the newest token, which has large numbers in its place; and what
+    the reference gives of one that has it."""
+    arrays = case.arrays(dtype)
+    sinks, slot = arrays.pop("sinks"), (case.end - 1) % case.slots
+    del arrays["segment_ids"]
+    pairs = _paired(*(arrays[name][:, :, slot : slot + 1] for name in ("key", "value")))
+    before = [arrays[name].at[:, :, slot].set(1e4) for name in ("key", "value")]
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, pairs: jax.Array, *positions: jax.Array) -> Any:
+        slot, *at = positions
+        return write_and_attend(query, key, value, pairs, slot, *at, case.spec, sinks=sinks, context=context)
+
+    positions = arrays["query_positions"], arrays["key_positions"]
+    found = jax.jit(run)(arrays["query"], *before, pairs, jnp.int32(slot), *positions)
+    mixed = attend("eager", *arrays.values(), case.spec, sinks=sinks, context=replace(context, mesh=None))
+    return [np.asarray(one, np.float32) for one in (*found, mixed, arrays["key"], arrays["value"])]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", WRITTEN.values(), ids=WRITTEN)
+def test_it_writes_the_token_that_a_row_adds(case: Case, dtype: Any) -> None:
+    mixed, key, value, expected, *cache = written(case, dtype)
+    bound = 1e-5 if dtype == jnp.float32 else 2**-6
+    assert np.abs(mixed - expected).max() <= bound * np.abs(expected).max()
+    np.testing.assert_array_equal(key, cache[0])
+    np.testing.assert_array_equal(value, cache[1])
+
+
+@pytest.mark.parametrize("name", ["odd heads, narrow values", "ring"])
+def test_copies_of_new_tokens_are_waited_for(name: str) -> None:
+    """In JAX's interpreter of a whole TPU, where a copy is made when it is waited for."""
+    case, interpreter = WRITTEN[name], pltpu.InterpretParams(dma_execution_mode="on_wait")
+    arrays, slot = case.arrays(jnp.bfloat16), (case.end - 1) % case.slots
+    query, *cache = (arrays[name] for name in ("query", "key", "value"))
+    pairs = _paired(*(one[:, :, slot : slot + 1] for one in cache))
+    width = (0, pairs.shape[-1] - query.shape[-1])
+    rows = jnp.concatenate([jnp.pad(query, [*[(0, 0)] * 4, width]), pairs], axis=3)[:, 0]
+    visible = visibility(arrays["query_positions"], arrays["key_positions"], case.spec)
+    run = jax.jit(lambda *given: attended_rows(*given, spec=case.spec, interpret=interpreter))
+    before = [one.at[:, :, slot].set(1e4) for one in cache]
+    _, *after = run(rows, *before, visible, None, jnp.int32(slot))
+    for ours, expected in zip(after, cache, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_row_of_padding_alone_is_written_too() -> None:
+    """Its query sees nothing, not even its own token."""
+    mixed, key, value, _, *cache = written(Case(GQA, left=(0, 300)))
+    assert not mixed[1].any() and mixed[0].any()
+    np.testing.assert_array_equal(key, cache[0])
+    np.testing.assert_array_equal(value, cache[1])
+
+
+def test_devices_write_their_rows_and_heads() -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    context = replace(ON_CACHE, mesh=mesh, batch_axes=("data",), head_axes=("tensor",))
+    mixed, key, value, expected, *cache = written(Case(replace(GQA, sinks=True), left=(0, 37, 5, 1)), context=context)
+    assert np.abs(mixed - expected).max() <= 1e-5 * np.abs(expected).max()
+    np.testing.assert_array_equal(key, cache[0])
+    np.testing.assert_array_equal(value, cache[1])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "begin", "visited"),
+    [
+        (0, 3, 0, [0, 1, 2, 3, 3]),
+        (0, 3, 3, [3, 0, 1, 2, 2]),
+        (0, 3, 1, [1, 0, 2, 3, 3]),
+        (1, 2, 2, [2, 1, 1, 1, 1]),
+        (4, 4, 4, [4, 4, 4, 4, 4]),
+    ],
+)
+def test_the_block_of_the_new_token_is_read_first_and_each_once(
+    first: int, last: int, begin: int, visited: list[int]
+) -> None:
+    """A block that is the one before is not read again."""
+    order = [jnp.array([one]) for one in (first, last, begin)]
+    assert [int(block_at(0, number, *order)) for number in range(5)] == visited
 
 
 def test_in_bfloat16_it_is_as_near_as_bfloat16_is() -> None:

@@ -47,11 +47,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", 1)
 
 
+def decoded(given: tuple[jax.Array, ...], slot: int = SLOTS - 1, context: AttentionContext = CONTEXT) -> jax.Array:
+    """What the kernel gives for a cache whose token at `slot` is new, and has large numbers in its place before. It
+    must leave the cache as it is with the token."""
+    query, turned, latent, rope_key, *positions = given
+    new = latent[:, slot : slot + 1], rope_key[:, slot : slot + 1]
+    before = latent.at[:, slot].set(1e4), rope_key.at[:, slot].set(1e4)
+
+    def run(*values: Any) -> Any:
+        return latent_decode(*values, SPEC, context)
+
+    mixed, *cache = jax.jit(run)(query, turned, *before, new, jnp.int32(slot), *positions)
+    for ours, expected in zip(cache, (latent, rope_key), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    return mixed
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_equals_the_reference(dtype: Any) -> None:
     given = arrays(dtype=dtype)
-    ours = jax.jit(lambda *values: latent_decode(*values, SPEC, CONTEXT))(*given)
-    theirs = reference(*given)
+    ours, theirs = decoded(given), reference(*given)
     assert ours.dtype == dtype
     bound = 1e-5 if dtype == jnp.float32 else 2**-7
     assert np.abs(np.asarray(ours, np.float32) - theirs).max() <= bound * np.abs(theirs).max()
@@ -61,15 +76,23 @@ def test_rows_and_heads_may_be_divided() -> None:
     given = arrays((300, 1, 384, 77))
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     context = replace(CONTEXT, mesh=mesh, batch_axes=("data",), head_axes=("tensor",))
-    divided = jax.jit(lambda *values: latent_decode(*values, SPEC, context))(*given)
-    np.testing.assert_allclose(divided, latent_decode(*given, SPEC, CONTEXT), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(decoded(given, context=context), decoded(given), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("slot", [0, 130, 299])
+def test_the_token_may_be_anywhere(slot: int) -> None:
+    """Slots behind it are not written yet, and have positions that its query does not see."""
+    query, turned, latent, rope_key, _, keys_at = arrays((SLOTS,) * 3)
+    given = query, turned, latent, rope_key, jnp.full((3, 1), slot), keys_at
+    theirs = reference(*given)
+    assert np.abs(decoded(given, slot) - theirs).max() <= 1e-5 * np.abs(theirs).max()
 
 
 def test_blocks_that_a_row_does_not_see_do_not_count() -> None:
     query, turned, latent, rope_key, at, keys_at = arrays((100, 100))
     nowhere = latent.at[:, :128].set(jnp.nan), rope_key.at[:, :128].set(jnp.nan)  # before the first token
-    seen = latent_decode(query, turned, latent, rope_key, at, keys_at, SPEC, CONTEXT)
-    assert bool((latent_decode(query, turned, *nowhere, at, keys_at, SPEC, CONTEXT) == seen).all())
+    seen = decoded((query, turned, latent, rope_key, at, keys_at))
+    assert bool((decoded((query, turned, *nowhere, at, keys_at)) == seen).all())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .hlo import Instruction, Module, array_bytes
+from .hlo import FREE_CUSTOM_CALL, Instruction, Module, array_bytes
 from .kernels import known_cost
 
 _ARRAY_AND_LAYOUT = re.compile(r"([a-z][a-z0-9]*\[[\d,<=]*\])(?:\{([^}]*)\})?")
@@ -21,7 +21,6 @@ _READS_PARTS = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write a part of their first operand in place, and which operand has it."""
 _ALIASES = ("bitcast", "reshape")
-_NO_WORK = re.compile(r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective)')
 
 
 def hbm_bytes(module: Module) -> int:
@@ -66,7 +65,7 @@ class Traffic:
         return self._operands(instruction, made) + in_hbm(instruction.shape)
 
     def _of_custom_call(self, call: Instruction, made: Mapping[str, Instruction]) -> int:
-        if _NO_WORK.search(call.attributes):
+        if FREE_CUSTOM_CALL.search(call.attributes):
             return 0
         cost = call.stated_cost or known_cost(call)
         if cost is not None:  # of which operands that a copy has fetched are read elsewhere

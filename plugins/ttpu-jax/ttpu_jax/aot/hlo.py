@@ -13,6 +13,10 @@ import numpy as np
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_jax.ops.parts import OTHER, OVERFLOW, filled_share, part_of
 
+FREE_CUSTOM_CALL = re.compile(
+    r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective|PrepareAsyncCall)'
+)
+"""Custom calls that only say something to the compiler, or that start or end what other instructions count."""
 COLLECTIVE_OPS = (
     "all-reduce",
     "all-gather",

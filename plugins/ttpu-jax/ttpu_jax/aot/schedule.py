@@ -17,7 +17,16 @@ from ttpu_core.sharding.torus import Torus
 from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes
-from .hlo import COLLECTIVE_OPS, Instruction, Module, collective_bytes, fused_collective, parse, replica_groups
+from .hlo import (
+    COLLECTIVE_OPS,
+    FREE_CUSTOM_CALL,
+    Instruction,
+    Module,
+    collective_bytes,
+    fused_collective,
+    parse,
+    replica_groups,
+)
 from .kernels import flops_rate, known_cost, vector_rate
 from .permutes import hops
 from .topology import Chip, chip_named
@@ -27,6 +36,9 @@ __all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "PartCost", "ScheduleE
 KERNEL_BANDWIDTH, KERNEL_FLOPS = 0.86, 0.73
 """The shares of a chip's HBM bandwidth and of its FLOPs that Pallas kernels are taken to reach: those published for
 ragged paged attention in decode and in prefill on TPU7x (arXiv 2604.15464)."""
+LEAST_SECONDS = 1.2e-6
+"""What an operation without an estimate of the compiler takes at least. The estimates of the smallest operations on
+HBM are 1,826 cycles on v5e, 2,121 on v5p and v6e, and 2,299 on tpu7x, which is 1.15 to 1.22 microseconds."""
 _TOP = 12
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
@@ -35,9 +47,6 @@ _OFFLOAD_STARTS = ("async-start", "call-start")  # collectives that SparseCores 
 _COLLECTIVE_DONES = ("async-done", "call-done", *(f"{op}-done" for op in COLLECTIVE_OPS))
 _RENAMES = ("bitcast", "get-tuple-element")
 _WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution", "dot", "rng-bit-generator")
-_FREE_CUSTOM_CALL = re.compile(
-    r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective)'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,8 @@ class ScheduleEstimate:
     the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
     core's own reads have the whole bandwidth at once. `total_seconds` counts kernels at the shares of the chip's rates
     that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and so what else has no estimate of the compiler, such as gathers
-    of rows, scatters and sorts, with what they move between HBM and the core; it lets copies in the background and the
+    of rows, scatters and sorts, with what they move between HBM and the core, but none of them with less than
+    `LEAST_SECONDS`; it lets copies in the background and the
     core's own reads have half of the bandwidth each while both go on."""
 
     seconds: float
@@ -276,7 +286,7 @@ class _Walk:
         elif instruction.estimated_cycles is not None:
             self._compute(instruction, clocks, count, ledger)
         elif op in _WORK_WITHOUT_FUSION or (
-            op == "custom-call" and not _FREE_CUSTOM_CALL.search(instruction.attributes)
+            op == "custom-call" and not FREE_CUSTOM_CALL.search(instruction.attributes)
         ):
             roofline = self._roofline(instruction)
             ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline, instruction.part))
@@ -290,7 +300,7 @@ class _Walk:
             return
         in_hbm = self._in_hbm(kernel, clocks)
         products, vector = self._flops_seconds(kernel) / KERNEL_FLOPS, self._vector_seconds(kernel)
-        clocks.work(max(products, vector, in_hbm / KERNEL_BANDWIDTH), in_hbm)
+        clocks.work(max(products, vector, in_hbm / KERNEL_BANDWIDTH, LEAST_SECONDS), in_hbm)
 
     def _in_hbm(self, instruction: Instruction, clocks: _Clocks) -> float:
         """Seconds of HBM's whole bandwidth that an instruction's own reads and writes take."""

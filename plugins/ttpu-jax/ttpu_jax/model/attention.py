@@ -21,7 +21,7 @@ from ttpu_jax.model.modules import (
     value_of,
     with_whole_rows,
 )
-from ttpu_jax.model.step_cache import Keys, PagedCache, PagedKeys, StepCache
+from ttpu_jax.model.step_cache import ContiguousCache, Keys, PagedCache, PagedKeys, StepCache
 from ttpu_jax.ops.matmul.rings import Ring, gathered_product, heads_outside, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
@@ -67,30 +67,45 @@ class Attention(nnx.Module):
         Raises:
             ValueError: neither this layer nor another gave keys.
         """
+        spec, takes_pairs = self.spec.one_map_each, False
+        if isinstance(cache, PagedCache):
+            takes_pairs = cache.takes_pairs
+        elif isinstance(cache, ContiguousCache):
+            takes_pairs = cache.is_written_while_read(x.shape[1], spec, self.runtime)
         in_ring = self._ring(x) is not None
         if not in_ring:
             x = with_whole_rows(x, self.runtime)  # once for several products
-        query, own = self._project(x, step, pairs=isinstance(cache, PagedCache) and cache.takes_pairs)
+        query, own = self._project(x, step, pairs=takes_pairs)
         positions = step.wanted.query_positions
         x = x[:, -positions.shape[1] :]
-        keys = others
-        if isinstance(own, tuple):
-            cache, keys = cache.write(*own)
-        elif own is not None:
-            assert isinstance(cache, PagedCache)
-            cache, keys = cache.write_pairs(own)
-        if keys is None:
-            raise ValueError(
-                "a layer without keys of its own was run without those of another: give it, as `inputs.keys`, what "
-                "the layer returned that its spec names in kv_from_layer."
-            )
-        query = self._one_map_each(query)
-        mixed = keys.attend(query, positions, self.spec.one_map_each, self.runtime, value_of(self.sinks))
+        query, sinks = self._one_map_each(query), value_of(self.sinks)
+        if own is not None and isinstance(cache, ContiguousCache) and takes_pairs:
+            pairs = _paired(*own) if isinstance(own, tuple) else own
+            mixed, cache, keys = cache.write_and_attend(query, positions, pairs, spec, self.runtime, sinks)
+        else:
+            cache, keys = self._written(cache, own, others)
+            mixed = keys.attend(query, positions, spec, self.runtime, sinks)
         out = self._finish(self._difference(mixed), x)
         if isinstance(keys, PagedKeys) and keys.batch.max_queries > 1:
             # A kernel may leave padding uninitialised. Here zeros cost nothing: the residual stream is added next.
             out = jnp.where(step.valid[..., None], out, 0)
         return out, cache, keys
+
+    def _written(
+        self, cache: StepCache, own: tuple[jax.Array, jax.Array] | jax.Array | None, others: Keys | None
+    ) -> tuple[StepCache, Keys]:
+        """The cache with what `_project` gave of keys and values, and what queries attend to: these or `others`."""
+        if isinstance(own, tuple):
+            return cache.write(*own)
+        if own is not None:
+            assert isinstance(cache, PagedCache)
+            return cache.write_pairs(own)
+        if others is None:
+            raise ValueError(
+                "a layer without keys of its own was run without those of another: give it, as `inputs.keys`, what "
+                "the layer returned that its spec names in kv_from_layer."
+            )
+        return cache, others
 
     def _project(
         self, x: jax.Array, step: Step, pairs: bool
@@ -235,6 +250,14 @@ class Attention(nnx.Module):
 
 
 @part(Part.ROPE)
+def _paired(key: jax.Array, value: jax.Array) -> jax.Array:
+    """key [batch, kv_heads, seq, head_dim] and value [batch, kv_heads, seq, value_dim] as [batch, seq, kv_heads, 2,
+    width], where the narrower is padded with zeros."""
+    width = max(key.shape[-1], value.shape[-1])
+    both = [jnp.pad(one, [*[(0, 0)] * 3, (0, width - one.shape[-1])]) for one in (key, value)]
+    return jnp.stack(both, axis=3).swapaxes(1, 2)
+
+
 def _but_for_last(turned: jax.Array, before: jax.Array) -> jax.Array:
     """turned [..., slots, dim], but the last slot, which holds values, as it was before: the same shape."""
     is_value = jnp.arange(turned.shape[-2])[:, None] == turned.shape[-2] - 1

@@ -122,41 +122,56 @@ class LatentAttention(CachingMixer):
         return mixed[:, :, :, 0]
 
     def absorbed(
-        self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, *, of_stack: bool = False
-    ) -> jax.Array:
-        """Attend to cached latents without expanding them.
+        self,
+        queries: LatentQueries,
+        cached: Latents,
+        new: Latents,
+        slot: jax.Array,
+        key_positions: jax.Array,
+        *,
+        of_stack: bool = False,
+    ) -> tuple[jax.Array, Latents]:
+        """Write the step's latents to cached ones, and attend to all without expanding them.
 
         `key_up` is applied to the queries, whose keys are then the latents, and `value_up` is applied to the attention
         output. Each cached token is read once for all heads.
 
         Args:
             queries: of the step's tokens.
-            latents: of all slots.
+            cached: of all slots.
+            new: of the step's tokens.
+            slot: int32 scalar, the slot of the first new one.
             key_positions: [batch, slots].
             of_stack: the latents are those of one layer of a stack.
 
         Returns:
-            [batch, queries, heads, v_head_dim].
+            [batch, queries, heads, v_head_dim], and the latents with the new ones.
         """
-        (query, query_positions), (latent, rope_key) = queries, latents
+        query, query_positions = queries
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
+        dtype = cached.latent.dtype
         if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
-            key_up, value_up, latent, rope_key = (a.astype(jnp.float32) for a in (key_up, value_up, latent, rope_key))
-        dtype = latent.dtype
+            key_up, value_up, dtype = key_up.astype(jnp.float32), value_up.astype(jnp.float32), jnp.dtype(jnp.float32)
         taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
         taken, turned = self._shard(taken), query[..., self.plain :].astype(dtype)
-        spec, context = latent_pages(self.spec), self._context(query, latent, of_stack)
-        if latent_decode.chosen(self.runtime.attention, spec, context, query.shape[1], latent.shape[1]):
+        spec, context = latent_pages(self.spec), self._context(query, cached.latent, of_stack)
+        tokens, slots = new.latent.shape[1], cached.latent.shape[1]
+        if latent_decode.chosen(self.runtime.attention, spec, context, tokens, slots):
             positions = query_positions, key_positions
-            mixed = latent_decode.latent_decode(taken, turned, latent, rope_key, *positions, spec, context)
+            mixed, *found = latent_decode.latent_decode(
+                taken, turned, *cached, (new.latent, new.rope_key), slot, *positions, spec, context
+            )
+            written = Latents(*found)
         else:
+            written = cached.written(new, slot)
+            latent, rope_key = (each.astype(dtype) for each in written)
             scores = _product("bshr,bkr->bhsk", taken, latent) + _product("bshr,bkr->bhsk", turned, rope_key)
             visible = attention_ops.visibility(query_positions, key_positions, self.attention)[:, None]
             scores = jnp.where(visible, scores * self.attention.softmax_scale, MASKED)
             probabilities = jax.nn.softmax(scores, axis=-1).astype(dtype)
             mixed = _product("bhsk,bkr->bshr", probabilities, latent).astype(dtype)
         mixed = self._shard(mixed)
-        return self._shard(_product("bshr,hvr->bshv", mixed, value_up)).astype(query.dtype)
+        return self._shard(_product("bshr,hvr->bshv", mixed, value_up)).astype(query.dtype), written
 
     def _context(self, query: jax.Array, latent: jax.Array, of_stack: bool) -> attention_ops.AttentionContext:
         placement = self.runtime.placement

@@ -72,8 +72,7 @@ class TokenKeys:
         Returns:
             [batch, seq, kv_heads, q_per_kv, value_dim].
         """
-        placement, segments = runtime.placement, self.segments
-        sequence = query.shape[1] if self.own else self.key.shape[2]  # whichever may be sharded
+        segments = self.segments
         return attention_ops.attend(
             runtime.attention,
             query,
@@ -84,16 +83,22 @@ class TokenKeys:
             spec,
             sinks=sinks,
             segment_ids=None if segments is None else (segments[:, -query.shape[1] :], segments),
-            context=attention_ops.AttentionContext(
-                mesh=placement.mesh,
-                batch_axes=placement.mesh_axes(axes.BATCH, query.shape[0]),
-                head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
-                sequence_axes=placement.mesh_axes(axes.SEQUENCE, sequence),
-                platform=placement.platform,
-                own_keys=self.own,
-                of_stack=self.of_stack,
-                options=runtime.attention_options,
-            ),
+            context=self.context(query.shape[1], spec, runtime),
+        )
+
+    def context(self, queries: int, spec: AttentionSpec, runtime: Runtime) -> attention_ops.AttentionContext:
+        """The devices and the platform of attention to these keys, of so many queries of each row."""
+        placement = runtime.placement
+        sequence = queries if self.own else self.key.shape[2]  # whichever may be sharded
+        return attention_ops.AttentionContext(
+            mesh=placement.mesh,
+            batch_axes=placement.mesh_axes(axes.BATCH, self.key.shape[0]),
+            head_axes=placement.mesh_axes(axes.KV_HEADS, spec.num_kv_heads),
+            sequence_axes=placement.mesh_axes(axes.SEQUENCE, sequence),
+            platform=placement.platform,
+            own_keys=self.own,
+            of_stack=self.of_stack,
+            options=runtime.attention_options,
         )
 
 
@@ -160,6 +165,10 @@ class Latents(NamedTuple):
     latent: jax.Array
     rope_key: jax.Array
 
+    def written(self, new: Latents, slot: jax.Array) -> Latents:
+        """Those of a cache [batch, slots, ...] with new ones [batch, seq, ...] from `slot` on, an int32 scalar."""
+        return Latents(*(write_slots(kept, one, slot) for kept, one in zip(self, new, strict=True)))
+
 
 class LatentReader(Protocol):
     """The forms of latent attention. Each cache calls the form that suits its contents. The result of all of them is
@@ -173,10 +182,28 @@ class LatentReader(Protocol):
         ...
 
     def absorbed(
-        self, queries: LatentQueries, latents: Latents, key_positions: jax.Array, *, of_stack: bool = False
-    ) -> jax.Array:
-        """Attend to cached latents without expanding them; key_positions [batch, slots], result [batch, queries, heads,
-        v_head_dim]."""
+        self,
+        queries: LatentQueries,
+        cached: Latents,
+        new: Latents,
+        slot: jax.Array,
+        key_positions: jax.Array,
+        *,
+        of_stack: bool = False,
+    ) -> tuple[jax.Array, Latents]:
+        """Write the step's latents to cached ones, and attend to all without expanding them.
+
+        Args:
+            queries: of the step's tokens.
+            cached: of all slots.
+            new: of the step's tokens.
+            slot: int32 scalar, the slot of the first new one.
+            key_positions: [batch, slots].
+            of_stack: the latents are those of one layer of a stack.
+
+        Returns:
+            [batch, queries, heads, v_head_dim], and the latents with the new ones.
+        """
         ...
 
     def over_pages(self, queries: LatentQueries, pages: PagedKV, batch: RaggedBatch) -> jax.Array:
@@ -268,6 +295,61 @@ class ContiguousCache:
             return replace(self, held=held), self._in_ring(before, held, key, value)
         return replace(self, held=held), self._read(held, self.positions)
 
+    def is_written_while_read(self, tokens: int, spec: AttentionSpec, runtime: Runtime) -> bool:
+        """Whether `write_and_attend` serves a step of so many tokens of each row."""
+        if self.held is None or self.fresh or self.layer_index is not None:
+            return False
+        keys = self._read(self.held, self.positions)
+        context = keys.context(tokens, spec, runtime)
+        return attention_ops.writes_cache(runtime.attention, spec, context, tokens, self.held.slots)
+
+    @part(Part.ATTENTION)
+    def write_and_attend(
+        self,
+        query: jax.Array,
+        query_positions: jax.Array,
+        pairs: jax.Array,
+        spec: AttentionSpec,
+        runtime: Runtime,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, ContiguousCache, Keys]:
+        """Write the step's keys and values, and attend to all of them, as `write` and the keys' `attend` do, in one
+        kernel.
+
+        Args:
+            query: [batch, 1, kv_heads, q_per_kv, head_dim].
+            query_positions: [batch, 1].
+            pairs: [batch, 1, kv_heads, 2, width] of a key and a value, of which the narrower is padded at its end.
+            spec: the attention of the layer.
+            runtime: the placement of arrays.
+            sinks: [kv_heads, q_per_kv], see `TokenKeys.attend`.
+
+        Returns:
+            [batch, 1, kv_heads, q_per_kv, value_dim]; the updated cache; its keys and values.
+        """
+        before: LayerCache = self.held
+        keys, slot = self._read(before, self._positions_after(before, 1)), self.slot % before.slots
+        mixed, *written = attention_ops.write_and_attend(
+            query,
+            before.key,
+            before.value,
+            pairs,
+            slot,
+            query_positions,
+            keys.positions,
+            spec,
+            sinks=sinks,
+            context=keys.context(1, spec, runtime),
+        )
+        held = LayerCache(*written)
+        return mixed, replace(self, held=held), self._read(held, keys.positions)
+
+    def _positions_after(self, held: LayerCache, seq: int) -> jax.Array:
+        """Positions [batch, slots] of what each slot of a layer holds after `seq` tokens more."""
+        if held.slots == self.slots:
+            return self.positions
+        return self.positions[:, :1] + slots_of_ring(held.slots, self.slot + seq)[None]
+
     def _read(self, held: LayerCache, positions: jax.Array) -> TokenKeys:
         """All keys and values of the layer, at positions [batch, slots]."""
         return TokenKeys(*held.layer(self.layer_index), positions, own=False, of_stack=self.layer_index is not None)
@@ -277,7 +359,7 @@ class ContiguousCache:
         were written."""
         first, seq = self.positions[:, :1], key.shape[-2]  # the first slot's
         if seq == 1:
-            return self._read(held, first + slots_of_ring(held.slots, self.slot + 1)[None])
+            return self._read(held, self._positions_after(held, 1))
         # The last of several tokens are written over what the first of them still see.
         slots = jnp.concatenate([slots_of_ring(held.slots, self.slot), self.slot + jnp.arange(seq)])
         keys, values = (
@@ -294,11 +376,14 @@ class ContiguousCache:
         v_head_dim], and the updated cache."""
         before: StateCache = self.held
         state = before.layer(self.layer_index)
-        written = Latents(*(write_slots(state[name], new, self.slot) for name, new in latents._asdict().items()))
+        cached = Latents(*(state[name] for name in Latents._fields))
         if self.fresh:
-            mixed = reader.expanded(queries, latents, self.positions)
+            mixed, written = reader.expanded(queries, latents, self.positions), cached.written(latents, self.slot)
         else:
-            mixed = reader.absorbed(queries, written, self.positions, of_stack=self.layer_index is not None)
+            of_stack = self.layer_index is not None
+            mixed, written = reader.absorbed(
+                queries, cached, latents, self.slot, self.positions, of_stack=of_stack
+            )
         return mixed, replace(self, held=before.write(written._asdict(), self.layer_index))
 
     def recur(self, mixer: Mixer, x: jax.Array, step: Step) -> tuple[jax.Array, ContiguousCache]:

@@ -1,8 +1,9 @@
 """Softmax attention by name: `attend` uses the named implementation if it serves the layer, else the reference."""
 
-from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, attend, implementation
+from ttpu_jax.ops.attention.api import IMPLEMENTATIONS, attend, implementation, writes_cache
 from ttpu_jax.ops.attention.choice import AttentionChoice, KindChoice, attention_choice, canonical_options, choose
 from ttpu_jax.ops.attention.context import AttentionContext, Implementation
+from ttpu_jax.ops.attention.decode import write_and_attend
 from ttpu_jax.ops.attention.reference import SMALLEST_BLOCK, eager, visibility
 
 __all__ = [
@@ -19,4 +20,6 @@ __all__ = [
     "eager",
     "implementation",
     "visibility",
+    "write_and_attend",
+    "writes_cache",
 ]

@@ -109,6 +109,21 @@ def serving(
     return DECODE if decodes else REFERENCE
 
 
+def writes_cache(name: str, spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> bool:
+    """Whether `decode.write_and_attend` computes a layer of a model whose implementation is `name`, and writes the
+    step's tokens into its cache.
+
+    Args:
+        name: see `attend`.
+        spec: the layer's attention.
+        context: devices and platform.
+        queries: number of queries of each row.
+        keys: number of slots of each row.
+    """
+    chosen = serving(implementation(name), spec, context, queries, keys)
+    return chosen is DECODE and decode.writes(spec, context, queries, keys)
+
+
 def implementation(name: str) -> Implementation:
     """The implementation of a built-in name or of an import string. An imported function may have an attribute
     `serves`, a function of the type `Serves`.

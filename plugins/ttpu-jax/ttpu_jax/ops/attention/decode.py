@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
@@ -48,6 +49,12 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
     return None
 
 
+def writes(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> bool:
+    """Whether the kernel can also write a step's tokens into the cache of a layer: where it serves that, and copies of
+    128 slots are whole tiles of it."""
+    return keys % LANES == 0 and serves(spec, context, queries, keys) is None
+
+
 def decode_attention(
     query: jax.Array,
     key: jax.Array,
@@ -76,16 +83,73 @@ def decode_attention(
     Returns:
         [batch, 1, kv_heads, q_per_kv, value_dim] in the query's dtype.
     """
+    visible = visibility(query_positions, key_positions, spec, segment_ids)
+    return _run(query, key, value, visible, sinks, None, spec, context)[0]
+
+
+def write_and_attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    pairs: jax.Array,
+    slot: jax.Array,
+    query_positions: jax.Array,
+    key_positions: jax.Array,
+    spec: AttentionSpec,
+    *,
+    sinks: jax.Array | None = None,
+    context: AttentionContext,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`decode_attention` for layers that `writes` accepts, whose cache gets a token of each row before.
+
+    Args:
+        query: [batch, 1, kv_heads, q_per_kv, head_dim], rotated.
+        key: [batch, kv_heads, keys, head_dim], rotated; donated, without the new token.
+        value: [batch, kv_heads, keys, value_dim], donated, without the new token.
+        pairs: [batch, 1, kv_heads, 2, width], the key and the value of each row's new token, which its query sees; the
+            narrower of both is padded at its end.
+        slot: int32 scalar, where they go in all rows.
+        query_positions: [batch, 1].
+        key_positions: [batch, keys], with the new token's.
+        spec: scale, softcap, window, chunk, causality.
+        sinks: [kv_heads, q_per_kv] logits of attention sinks, or None.
+        context: devices and platform. On a CPU the kernel is interpreted.
+
+    Returns:
+        [batch, 1, kv_heads, q_per_kv, value_dim] in the query's dtype; the keys and the values with the new token.
+    """
+    visible = visibility(query_positions, key_positions, spec)
+    # Queries, keys and values mostly come from one product in this order: XLA does not move them for this.
+    rows = jnp.concatenate([_widened(query, pairs.shape[-1]), pairs.astype(query.dtype)], axis=3)
+    return _run(rows, key, value, visible, sinks, slot, spec, context)
+
+
+def _widened(x: jax.Array, width: int) -> jax.Array:
+    """x [..., features] with zeros up to [..., width]."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def _run(
+    rows: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    visible: jax.Array,
+    sinks: jax.Array | None,
+    slot: jax.Array | None,
+    spec: AttentionSpec,
+    context: AttentionContext,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernel on each device, for rows [batch, 1, kv_heads, q_per_kv, head_dim] or, where a slot is written,
+    [batch, 1, kv_heads, q_per_kv + 2, width], and visible bool [batch, 1, keys]."""
     from ttpu_jax.ops.attention.decode_kernel import attended_rows  # Pallas takes a tenth of a second to import
 
-    visible = visibility(query_positions, key_positions, spec, segment_ids)
     local = partial(attended_rows, spec=spec, interpret=context.platform == "cpu")
-    rows = query[:, 0]
-    if context.mesh is None:
-        return local(rows, key, value, visible, sinks)[:, None]
-    batch, heads = context.batch_axes or None, context.head_axes or None
-    of_heads = PartitionSpec(batch, heads)
-    specs = (of_heads, of_heads, of_heads, PartitionSpec(batch), PartitionSpec(heads))
-    run = jax.shard_map(local, mesh=context.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
-    mixed: jax.Array = run(rows, key, value, visible, sinks)
-    return mixed[:, None]
+    if context.mesh is not None:
+        batch, heads = PartitionSpec(context.batch_axes or None), PartitionSpec(context.head_axes or None)
+        of_heads = PartitionSpec(context.batch_axes or None, context.head_axes or None)
+        specs = (of_heads, of_heads, of_heads, batch, heads, PartitionSpec())
+        local = jax.shard_map(
+            local, mesh=context.mesh, in_specs=specs, out_specs=(of_heads, of_heads, of_heads), check_vma=False
+        )
+    mixed, key, value = local(rows[:, 0], key, value, visible, sinks, slot)
+    return mixed[:, None], key, value

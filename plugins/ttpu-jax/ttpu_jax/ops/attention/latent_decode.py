@@ -1,5 +1,5 @@
-"""Latent attention of one query a row to a contiguous cache, as a Pallas kernel that reads latents once. XLA reads them
-as keys and then as values."""
+"""Latent attention of one query a row to a contiguous cache, as a Pallas kernel that writes the query's token into the
+cache and reads latents once. XLA reads them as keys and then as values."""
 
 from __future__ import annotations
 
@@ -59,36 +59,41 @@ def latent_decode(
     turned: jax.Array,
     latent: jax.Array,
     rope_key: jax.Array,
+    new: tuple[jax.Array, jax.Array],
+    slot: jax.Array,
     query_positions: jax.Array,
     key_positions: jax.Array,
     spec: AttentionSpec,
     context: AttentionContext,
-) -> jax.Array:
-    """Attend to latents, for layers that `serves` accepts. A query that sees nothing gets zeros.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write a token of each row, and attend to all, for layers that `serves` accepts.
 
     Args:
         query: [batch, 1, heads, rank], to which the keys' projection has been applied.
         turned: [batch, 1, heads, rope_dim], rotated.
-        latent: [batch, slots, rank].
-        rope_key: [batch, slots, rope_dim], rotated.
+        latent: [batch, slots, rank], donated, without the new token.
+        rope_key: [batch, slots, rope_dim], rotated; as latent.
+        new: the token's latent [batch, 1, rank] and rotated key [batch, 1, rope_dim].
+        slot: int32 scalar, where it goes in all rows.
         query_positions: [batch, 1].
-        key_positions: [batch, slots]; those with a negative position are masked.
+        key_positions: [batch, slots], with the new token's; those with a negative position are masked.
         spec: of the absorbed form.
         context: devices and platform. On a CPU the kernel is interpreted.
 
     Returns:
-        [batch, 1, heads, rank] in the latents' dtype.
+        [batch, 1, heads, rank] in the latents' dtype; the latents and the rotated keys with the new token.
     """
     from ttpu_jax.ops.attention.latent_kernel import attended_latents  # Pallas takes a tenth of a second to import
 
     visible = visibility(query_positions, key_positions, spec)
     local = partial(attended_latents, spec=spec, interpret=context.platform == "cpu")
-    rows = query[:, 0], turned[:, 0], latent, rope_key, visible
-    if context.mesh is None:
-        return local(*rows)[:, None]
-    of_rows = PartitionSpec(context.batch_axes or None)
-    of_heads = PartitionSpec(context.batch_axes or None, context.head_axes or None)
-    specs = (of_heads, of_heads, of_rows, of_rows, of_rows)
-    run = jax.shard_map(local, mesh=context.mesh, in_specs=specs, out_specs=of_heads, check_vma=False)
-    mixed: jax.Array = run(*rows)
-    return mixed[:, None]
+    if context.mesh is not None:
+        of_rows = PartitionSpec(context.batch_axes or None)
+        of_heads = PartitionSpec(context.batch_axes or None, context.head_axes or None)
+        specs = (of_heads, of_heads, of_rows, of_rows, of_rows, of_rows, PartitionSpec())
+        local = jax.shard_map(
+            local, mesh=context.mesh, in_specs=specs, out_specs=(of_heads, of_rows, of_rows), check_vma=False
+        )
+    new = new[0].astype(latent.dtype), new[1].astype(rope_key.dtype)
+    mixed, latent, rope_key = local(query[:, 0], turned[:, 0], latent, rope_key, visible, new, slot)
+    return mixed[:, None], latent, rope_key
