@@ -128,6 +128,15 @@ def test_dtypes_have_many_names(asked: object, found: type) -> None:
     assert model_dtype(asked) == np.dtype(found)
 
 
+def test_a_tpu_holds_half_precision_in_bfloat16(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a checkpoint in float16, which no kernel takes, too."""
+    checkpoint = open_checkpoint(llama_checkpoint(tmp_path / "half", dtype="float16"))
+    assert model_dtype("auto", checkpoint, "tpu") == model_dtype("half", platform="tpu") == ml_dtypes.bfloat16
+    assert caplog.text.count("held in bfloat16") == 2
+    assert model_dtype("auto", checkpoint, "cpu") == np.float16
+    assert model_dtype("float32", checkpoint, "tpu") == np.float32
+
+
 @pytest.mark.parametrize("asked", ["int8", "float8", "float33"])
 def test_other_dtypes_are_refused(asked: str) -> None:
     with pytest.raises(RequestError, match="float32, bfloat16, float16: pass one"):

@@ -99,6 +99,7 @@ class JaxBackend:
                 f"random_seed={options.random_seed} and quantization={str(options.quantization)!r} were given, but "
                 "random weights are for training, which needs dense ones: leave one of them out."
             )
+        held = model_dtype(options.dtype, checkpoint, jax.default_backend())
         quantized = None
         if options.random_seed is None:
             quantized = open_quantized(checkpoint)
@@ -111,7 +112,7 @@ class JaxBackend:
             spec = formats_of(architecture.spec, architecture.mapping, quantized)
             architecture = replace(architecture, spec=spec)
             mixed = dict.fromkeys(mixed_kernels(spec, architecture.mapping, quantized), DEQUANTIZED)
-            report = report_of(spec, quantized.scheme, model_dtype(options.dtype, checkpoint).name, mixed=mixed)
+            report = report_of(spec, quantized.scheme, held.name, mixed=mixed)
         elif options.quantization is not None:
             asked = QuantizationConfig.read(options.quantization)
             use_pallas = asked.use_pallas
@@ -122,9 +123,8 @@ class JaxBackend:
                 )
             found = choices(architecture.spec, asked, architecture.mapping)
             architecture = quantize_architecture(architecture, asked)
-            report = report_of(architecture.spec, "while loading", model_dtype(options.dtype, checkpoint).name, found)
+            report = report_of(architecture.spec, "while loading", held.name, found)
         _refuse_embedding(architecture.spec)
-        held = model_dtype(options.dtype, checkpoint)
         placement = placement_for(
             architecture.spec,
             parallelism_strategy=options.parallelism_strategy,

@@ -204,7 +204,7 @@ def compile_report(
     config = None if quantization is None else QuantizationConfig.read(quantization)
     spec = quantize_architecture(architecture, config).spec
     check_supported(spec)
-    kind = model_dtype(dtype)
+    kind = model_dtype(dtype, platform="tpu")
     topology = tpu_topology(topology_name)
     axis = "fsdp" if task == "train" else "tensor"
     strategy = strategy or usual_strategy(trains=task == "train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +10,8 @@ import numpy as np
 
 from ttpu_core.checkpoint import Checkpoint, dtype_name
 from ttpu_core.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 _STORED: dict[str, Any] = {
     "F64": np.float64,
@@ -41,10 +44,16 @@ def values_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(_QUANTIZED[name])
 
 
-def model_dtype(name: Any, checkpoint: Checkpoint | None = None) -> np.dtype[Any]:
+def model_dtype(name: Any, checkpoint: Checkpoint | None = None, platform: str = "") -> np.dtype[Any]:
     """The dtype for parameters: from a name, "auto" (the checkpoint's dtype), or a numpy, jax or torch dtype.
+
+    On a TPU float16 becomes bfloat16, with a warning: kernels for TPUs compute in bfloat16 and float32.
 
     Raises:
         RequestError: models do not run in this dtype.
     """
-    return np.dtype(_MODEL[dtype_name(name, checkpoint)])
+    found = dtype_name(name, checkpoint)
+    if found == "float16" and platform == "tpu":
+        log.warning("the weights are in float16, which TPUs do not multiply: they are held in bfloat16")
+        found = "bfloat16"
+    return np.dtype(_MODEL[found])

@@ -282,7 +282,7 @@ def abstract_runner(
             f"programs with LoRA adapters were asked for {topology.name!r}, but adapters are read beside weights on "
             "devices that are there: leave them out, or compile on that machine."
         )
-    kind = model_dtype(dtype)
+    kind = model_dtype(dtype, platform="tpu")
     placement = Placement(make_mesh(topology, mesh or {"tensor": len(topology.devices)}), strategy)
     refuse_idle_devices(placement)
     spec, _ = pad_for(architecture.spec, placement)

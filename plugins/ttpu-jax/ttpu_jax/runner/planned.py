@@ -65,7 +65,7 @@ def served_shapes(
     sizes = {axis: size for axis, size in mesh.items() if size > 1} or {"tensor": 1}
     abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     placement = _PlannedPlacement(abstract, strategy)  # type: ignore[arg-type]
-    held = model_dtype(dtype)
+    held = model_dtype(dtype, platform="tpu")
     kept = held if limits.kv_cache is None else np.dtype(CACHE_DTYPES[limits.kv_cache])
     pages = group_page_bytes(spec, layout, limits.page_size, placement, kept)
     demand = Demand(
@@ -106,7 +106,7 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
             attention, in_key = latent_pages(mixer), True
         else:
             continue
-        kind, words = mixer.kind, served(attention, model_dtype(dtype), in_key)
+        kind, words = mixer.kind, served(attention, model_dtype(dtype, platform="tpu"), in_key)
         others: dict[str, list[str]] = {}
         for name, kept in (("int8", np.dtype(np.int8)), ("float8", np.dtype(jnp.float8_e4m3fn))):
             others.setdefault(served(attention, kept, in_key), []).append(name)

@@ -80,9 +80,10 @@ def step_from_settings(
             "devices: use a mesh whose tensor axis divides the model's heads and sizes, or leave offload_optimizer out."
         )
     zero = zero_placements(runtime.placement, settings.zero_stage)
-    usual = "float32" if runtime.placement.platform == "cpu" else "bfloat16"
-    dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype)
-    trains = runtime.placement.platform == "tpu"
+    platform = runtime.placement.platform
+    usual = "float32" if platform == "cpu" else "bfloat16"
+    dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype, platform=platform)
+    trains = platform == "tpu"
     runtime = replace(runtime, placement=zero.weights, dtype=dtype, stream="whole", trains=trains)
     remat = cast("Recomputation", "full" if settings.remat == "auto" else settings.remat)
     model = causal_model(spec, runtime, stacked=True, remat=remat)
