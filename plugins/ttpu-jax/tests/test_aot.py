@@ -249,7 +249,7 @@ class TestEstimate:
     @pytest.mark.parametrize(
         "work",
         [
-            "%k = f32[1024]{0} dynamic-update-slice(%w, %p, %i)",
+            "%k = f32[1024]{0} dynamic-update-slice(%w, %q, %i)",
             "%k = f32[8] fusion(%p), kind=kCustom, calls=%rows",
             '%k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '
             'backend_config={"cost_estimate":{"flops":"8","transcendentals":"0","bytes_accessed":"8"}}',
@@ -259,11 +259,22 @@ class TestEstimate:
     def test_no_operation_without_an_estimate_takes_less_than_the_smallest_that_has_one(self, work: str) -> None:
         """But for those that only say something to the compiler."""
         free = '%f = token[] custom-call(%s), custom_call_target="PrepareAsyncCallDone"'
-        text = entry("%w = f32[1024]{0} parameter(1)", "%i = s32[] parameter(2)", work, free, "ROOT %r = bitcast(%p)")
+        rest = free, "ROOT %r = f32[8] bitcast(%p)"
+        given = "%w = f32[1024]{0} parameter(1)", "%i = s32[] parameter(2)", "%q = f32[8]{0} parameter(3)"
+        text = entry(*given, work, *rest)
         result = schedule.estimate(text, "v5e")
         assert result.total_seconds == pytest.approx(schedule.LEAST_SECONDS)
         assert result.seconds == 0 and result.seconds_with_kernels < 1e-9
         assert [one.name for one in result.unmodelled] == ["k"]
+
+    def test_what_stays_in_vmem_has_no_such_least_time(self) -> None:
+        text = entry(
+            "%w = f32[1024]{0:S(1)} parameter(1)",
+            "%i = s32[] parameter(2)",
+            "%q = f32[8]{0:S(1)} parameter(3)",
+            "ROOT %k = f32[1024]{0:S(1)} dynamic-update-slice(%w, %q, %i)",
+        )
+        assert schedule.estimate(text, "v5e").total_seconds == 0
 
     @pytest.mark.parametrize(("chip", "cores"), [("v5e", 1), ("v5p", 2)])
     def test_the_vector_unit_takes_1024_numbers_a_cycle_in_each_core(self, chip: str, cores: int) -> None:

@@ -57,7 +57,7 @@ class Traffic:
         if op == "fusion":
             return self._of_fusion(instruction, made)
         if op in _UPDATES:
-            return _update_bytes(instruction, made)
+            return _update_bytes(instruction, made) if in_hbm(instruction.shape) else 0
         if op in _READS_PARTS:
             return sum(instruction.arrays) + in_hbm(instruction.shape)
         if op == "custom-call":

@@ -37,8 +37,9 @@ KERNEL_BANDWIDTH, KERNEL_FLOPS = 0.86, 0.73
 """The shares of a chip's HBM bandwidth and of its FLOPs that Pallas kernels are taken to reach: those published for
 ragged paged attention in decode and in prefill on TPU7x (arXiv 2604.15464)."""
 LEAST_SECONDS = 1.2e-6
-"""What an operation without an estimate of the compiler takes at least. The estimates of the smallest operations on
-HBM are 1,826 cycles on v5e, 2,121 on v5p and v6e, and 2,299 on tpu7x, which is 1.15 to 1.22 microseconds."""
+"""What a kernel, or another operation on HBM, without an estimate of the compiler takes at least. The estimates of the
+smallest operations on HBM are 1,826 cycles on v5e, 2,121 on v5p and v6e, and 2,299 on tpu7x, which is 1.15 to 1.22
+microseconds; those in VMEM alone take a tenth of that."""
 _TOP = 12
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
@@ -107,8 +108,8 @@ class ScheduleEstimate:
     the core take one after another (`ttpu_jax.aot.hbm`): a prediction below it lets copies in the background and the
     core's own reads have the whole bandwidth at once. `total_seconds` counts kernels at the shares of the chip's rates
     that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and so what else has no estimate of the compiler, such as gathers
-    of rows, scatters and sorts, with what they move between HBM and the core, but none of them with less than
-    `LEAST_SECONDS`; it lets copies in the background and the
+    of rows, scatters and sorts, with what they move between HBM and the core, but kernels and what moves anything
+    with no less than `LEAST_SECONDS`; it lets copies in the background and the
     core's own reads have half of the bandwidth each while both go on."""
 
     seconds: float
@@ -300,7 +301,8 @@ class _Walk:
             return
         in_hbm = self._in_hbm(kernel, clocks)
         products, vector = self._flops_seconds(kernel) / KERNEL_FLOPS, self._vector_seconds(kernel)
-        clocks.work(max(products, vector, in_hbm / KERNEL_BANDWIDTH, LEAST_SECONDS), in_hbm)
+        least = LEAST_SECONDS if in_hbm or kernel.op == "custom-call" else 0.0
+        clocks.work(max(products, vector, in_hbm / KERNEL_BANDWIDTH, least), in_hbm)
 
     def _in_hbm(self, instruction: Instruction, clocks: _Clocks) -> float:
         """Seconds of HBM's whole bandwidth that an instruction's own reads and writes take."""

@@ -151,11 +151,15 @@ def block_order(visible: jax.Array, blocks: int, slot: jax.Array | None = None) 
         slot: int32 scalar, which all rows write, or None.
     """
     first, last = seen_blocks(visible, blocks)
-    if slot is None:
-        return first, last, first
-    slot = slot.astype(jnp.int32).reshape(1)
-    own = jnp.broadcast_to(slot // (visible.shape[-1] // blocks), first.shape)
-    return jnp.minimum(first, own), jnp.maximum(last, own), own, slot
+    begin = first
+    if slot is not None:
+        slot = slot.astype(jnp.int32)
+        begin = jnp.broadcast_to(slot // (visible.shape[-1] // blocks), first.shape)
+        first, last = jnp.minimum(first, begin), jnp.maximum(last, begin)
+    # Where layers of two kinds see different keys, libtpu 0.0.42 fetches few weights ahead if it may fuse what makes
+    # these with what made it (a step of Ministral-8B on v5e: 5.30 instead of 3.92 ms).
+    order: tuple[jax.Array, ...] = jax.lax.optimization_barrier((first, last, begin))
+    return order if slot is None else (*order, slot.reshape(1))
 
 
 def block_at(row: Any, number: Any, first: Any, last: Any, begin: Any, *_: Any) -> Any:
