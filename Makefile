@@ -61,7 +61,20 @@ NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gi
               the_same_bit_for_bit_alone split_pages_have scales_of_several_tiles bits_of_the_plain_version \
               go_round_a_ring gradients_of_what_is_shared in_float32_steps pages_of_8_bits devices_share_wide_heads \
               one_part_of_the_tokens that_round_their_masters an_optimizer_on_the_host \
-              gradient_is_the_reference_s imports_neither_transformers are_those_of_the_formulas gradients_are_summed_in
+              gradient_is_the_reference_s imports_neither_transformers are_those_of_the_formulas gradients_are_summed_in \
+              beams_are_those_of_the_backend served_by_the_first_programs strict_engines_wait \
+              shards_experts_along_the shared_expert_in_bfloat16 quantized_experts_give_their chunks_too \
+              can_be_taken_back that_a_cache_is_sharded last_token_of_a_later_part kernels_of_several_blocks \
+              form_that_was_asked_for gathered_where_experts_are choose_cannot_spoil_it two_cores_share \
+              each_devices_heads multiply_no_integers many_small_shares several_devices_are_those lowered_for_shardy \
+              packed_rows_of_a_users offline_commands_answer calibrated_run_rounds decoder_of_quantized_kernels_gives \
+              padding_and_packed_segments quantized_head_has_no a_prompt_fills_the_cache experts_and_rows_are_cut \
+              the_same_with_products segment_of_a_packed_row gated_features_of_one experts_along_the_axis \
+              size_of_chunks_does keys_that_repeat_for gradient_of_an_inverse state_becomes_zero_before \
+              kept_is_what_the_planner attention_keeps_its_products unrolled_layers_keep has_keys_of_its_own_in \
+              layer_at_a_time_computes that_a_row_does_not_see cache_of_another_dtype row_that_sees_nothing \
+              that_no_query_sees without_activations_that_fit nothing_else_to_do_is whose_guide_is_followed_is \
+              slow_mask_delays steps_overlap_while fails_ends_its_own outputs_and_their_ends
 NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests plugins/ttpu-any/tests,$(wildcard plugins/*/tests))
 
 PIP := -m pip install --quiet --disable-pip-version-check

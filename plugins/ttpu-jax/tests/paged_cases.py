@@ -266,7 +266,8 @@ def kernel_and_reference(
     kv = tpu_pages(case, spec, keys, values, dtype, in_key=spec == LATENTS)
     run = jax.jit(lambda x, kv, batch: kernel(x, kv, batch, spec, kind, sinks=sink, interpret=True))
     found = run(x, poisoned(kv, case), case.batch)
-    wanted = reference(x, kv, case.batch, spec, sinks=sink, platform="gpu")
+    plain = jax.jit(lambda x, kv, batch: reference(x, kv, batch, spec, sinks=sink, platform="gpu"))
+    wanted = plain(x, kv, case.batch)
     assert found.dtype == wanted.dtype == x.dtype
     return np.asarray(found, np.float32), np.asarray(wanted, np.float32)
 

@@ -20,7 +20,7 @@ from ttpu_jax.model.modules import RESIDUAL, Parameters, Runtime
 from ttpu_jax.model.moe import MoE
 from ttpu_jax.params.placement import Placement
 
-pytestmark = pytest.mark.tpu_compile
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("little_effort")]
 
 HIDDEN = 2048
 SPEC = MoESpec(128, 8, 768, router=RouterSpec(renormalize=True))

@@ -74,8 +74,8 @@ def both(spec: AttentionSpec, case: Ragged, dtype: Any = jnp.float32, kind: str 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 64 queries, 16 of which are computed together, and of four pages, or two where no more are there."""
-    monkeypatch.setattr(prompt_kernel, "BLOCK_ROWS", 64)
+    """Blocks of 32 queries, 16 of which are computed together, and of four pages, or two where no more are there."""
+    monkeypatch.setattr(prompt_kernel, "BLOCK_ROWS", 32)
     monkeypatch.setattr(prompt_kernel, "INTERLEAVED", 16)
     monkeypatch.setattr(prompt_kernel, "BLOCK_KEYS", 4 * PAGE)
     monkeypatch.setattr(prompt_kernel, "WINDOW_KEYS", 2 * PAGE)

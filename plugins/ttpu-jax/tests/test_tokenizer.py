@@ -62,8 +62,9 @@ def test_a_model_generates_text_without_importing_torch() -> None:
 SERVED = """
 import sys
 from ttpu import LLM, SamplingParams
-llm = LLM(sys.argv[1])
-[answer] = llm.chat([{"role": "user", "content": "What is a list?"}], SamplingParams(max_tokens=4))
+few = {"sequence_buckets": (2,), "token_buckets": (16,), "sampling_level": "greedy", "prompt_logprobs": False}
+llm = LLM(sys.argv[1], max_num_seqs=2, max_num_batched_tokens=16, **few)
+[answer] = llm.chat([{"role": "user", "content": "What is a list?"}], SamplingParams(temperature=0.0, max_tokens=4))
 assert answer.outputs[0].token_ids
 print("torch" in sys.modules)
 """
