@@ -72,6 +72,8 @@ def test_the_kernel_for_decode_compiles_for_all_generations(topology_name: str) 
         replace(GQA, num_heads=16, head_dim=256),
         replace(GQA, head_dim=256, v_head_dim=128, chunk=256),
         replace(GQA, num_heads=14, sinks=True),
+        replace(GQA, num_heads=8, head_dim=64),
+        replace(GQA, num_heads=4, head_dim=192, v_head_dim=128),
     )
     rows, slots = 8, 1152
 

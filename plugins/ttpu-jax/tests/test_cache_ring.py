@@ -16,6 +16,7 @@ from ttpu_core.mapping import stack_layers
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec
 from ttpu_core.spec.arithmetic import REWOUND, kept_slots
 from ttpu_core.spec.parameters import stacked_parameters
+from ttpu_jax.model import step_cache
 from ttpu_jax.model.cache import KVCache, LayerCache, empty_cache
 from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.modules import Runtime, different_ropes
@@ -118,26 +119,33 @@ def test_chunks_too(path: Path) -> None:
     assert_equal(model.in_parts([RING + 5, 20, *[1] * 33], fresh=True), model.logits())
 
 
-@pytest.mark.parametrize("mesh", [None, "data=1,tensor=2"])
+@pytest.mark.parametrize(
+    ("mesh", "by_product"), [(None, False), (None, True), ("data=1,tensor=2", False)], ids=["alone", "pairs", "mesh"]
+)
 def test_the_kernel_that_reads_a_cache_or_a_ring_writes_it_too(
-    path: Path, mesh: str | None, monkeypatch: pytest.MonkeyPatch
+    path: Path, mesh: str | None, by_product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The results and the cache are those of separate writes, before the end of a ring of 128 slots and behind it."""
-    tokens = np.random.default_rng(1).integers(0, 259, (len(TOKENS), 130)).astype(np.int32)
-    found, writes = [], []
-    monkeypatch.setattr(LayerCache, "write", lambda *args, write=LayerCache.write: writes.append(1) or write(*args))
+    """The results and the cache are those of separate writes, before the end of a ring of two blocks and behind it, and
+    after several tokens. On a TPU keys and values come in pairs."""
+    tokens = np.random.default_rng(1).integers(0, 259, (len(TOKENS), 261)).astype(np.int32)
+    found, fused = [], []
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", 1)
+    monkeypatch.setattr(Runtime, "rotates_by_product", by_product)
+    kernel = step_cache.attention_ops.write_and_attend
+    monkeypatch.setattr(
+        step_cache.attention_ops, "write_and_attend", lambda *given, **more: fused.append(1) or kernel(*given, **more)
+    )
     for attention in ("eager", "decode_attention"):
-        model = Model(path, mesh, attention=attention, window=128 - REWOUND)
-        _, cache = model.run(model.params, tokens[:, :126], model.cache(256), True)
-        assert [layer.slots for layer in cache.layers] == [256, 128, 128]
-        writes.clear()
+        model = Model(path, mesh, attention=attention, window=256 - REWOUND)
+        _, cache = model.run(model.params, tokens[:, :1], model.cache(512), True)
+        assert [layer.slots for layer in cache.layers] == [512, 256, 256]
         logits = []
-        for number in range(126, 130):
-            step, cache = model.run(model.params, tokens[:, number : number + 1], cache, False)
-            logits.append(step)
-        found.append((np.concatenate(logits, axis=1), cache.layers, len(writes)))
+        for begin, end in ((1, 252), (252, 255), *((number, number + 1) for number in range(255, 261))):
+            step, cache = model.run(model.params, tokens[:, begin:end], cache, False)
+            logits.append(step[:, -1:])
+        found.append((np.concatenate(logits, axis=1), cache.layers, len(fused)))
     (theirs, expected, apart), (ours, layers, together) = found
-    assert apart and not together
+    assert (apart, together) == (0, 2), "once for each kind of layer, of the program for one token"
     assert np.abs(ours - theirs).max() <= 2e-5 * np.abs(theirs).max()
     for one, other in zip(jax.tree.leaves(layers), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -151,8 +159,6 @@ def test_a_sharded_ring_too(path: Path, reference: np.ndarray, mesh: str) -> Non
 
 def test_attention_is_told_that_a_cache_is_sharded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is one query, which is not: a kernel would gather the cache."""
-    from ttpu_jax.model import step_cache
-
     contexts: list[AttentionContext] = []
 
     def attend(name: str, *arrays: Any, context: AttentionContext, **options: Any) -> Any:

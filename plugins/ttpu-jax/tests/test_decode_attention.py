@@ -14,9 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from ttpu_core.spec import AlibiSpec, AttentionSpec
-from ttpu_jax.model.attention import _paired
-from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, visibility, write_and_attend
-from ttpu_jax.ops.attention.decode import LARGEST_WHOLE, serves
+from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, paired, visibility, write_and_attend
+from ttpu_jax.ops.attention.decode import LARGEST_WHOLE, serves, writes
 from ttpu_jax.ops.attention.decode_kernel import BLOCK_BYTES, attended_rows, block_at, block_slots
 
 GQA = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
@@ -70,6 +69,7 @@ CASES = {
     "odd heads, narrow values": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=80, v_head_dim=48)),
     "narrow values alone": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, v_head_dim=64)),
     "narrow keys alone": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=192, v_head_dim=128)),
+    "wide values": Case(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=128)),
     "window": Case(replace(GQA, window=70)),
     "ring": Case(replace(GQA, window=200), slots=256, end=1000, left=(0, 37, 990), ring=True),
     "chunk": Case(replace(GQA, chunk=128)),
@@ -116,7 +116,7 @@ def written(case: Case, dtype: Any = jnp.float32, context: AttentionContext = ON
     arrays = case.arrays(dtype)
     sinks, slot = arrays.pop("sinks"), (case.end - 1) % case.slots
     del arrays["segment_ids"]
-    pairs = _paired(*(arrays[name][:, :, slot : slot + 1] for name in ("key", "value")))
+    pairs = paired(*(arrays[name][:, :, slot : slot + 1] for name in ("key", "value")))
     before = [arrays[name].at[:, :, slot].set(1e4) for name in ("key", "value")]
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array, pairs: jax.Array, *positions: jax.Array) -> Any:
@@ -147,7 +147,7 @@ def test_copies_of_new_tokens_are_waited_for(name: str) -> None:
     case, interpreter = WRITTEN[name], pltpu.InterpretParams(dma_execution_mode="on_wait")
     arrays, slot = case.arrays(jnp.bfloat16), (case.end - 1) % case.slots
     query, *cache = (arrays[name] for name in ("query", "key", "value"))
-    pairs = _paired(*(one[:, :, slot : slot + 1] for one in cache))
+    pairs = paired(*(one[:, :, slot : slot + 1] for one in cache))
     width = (0, pairs.shape[-1] - query.shape[-1])
     rows = jnp.concatenate([jnp.pad(query, [*[(0, 0)] * 4, width]), pairs], axis=3)[:, 0]
     visible = visibility(arrays["query_positions"], arrays["key_positions"], case.spec)
@@ -156,6 +156,47 @@ def test_copies_of_new_tokens_are_waited_for(name: str) -> None:
     _, *after = run(rows, *before, visible, None, jnp.int32(slot))
     for ours, expected in zip(after, cache, strict=True):
         np.testing.assert_array_equal(ours, expected)
+
+
+def test_blocks_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot lies in the second of three blocks of 256."""
+    monkeypatch.setattr("ttpu_jax.ops.attention.decode_kernel.BLOCK_BYTES", 256 * 4 * 64 * 4)
+    mixed, key, value, expected, *cache = written(Case(GQA, slots=768, end=450, left=(0, 37)))
+    assert np.abs(mixed - expected).max() <= 1e-5 * np.abs(expected).max()
+    np.testing.assert_array_equal(key, cache[0])
+    np.testing.assert_array_equal(value, cache[1])
+
+
+def test_a_token_that_no_query_sees_is_written_too() -> None:
+    """Here it lies in a block behind all that they see."""
+    arrays, slot = Case(GQA, end=120, left=(0, 3)).arrays(), 300
+    query, *cache = (arrays[name] for name in ("query", "key", "value"))
+    pairs = paired(*(one[:, :, slot : slot + 1] for one in cache))
+    before = [one.at[:, :, slot].set(1e4) for one in cache]
+    positions = arrays["query_positions"], arrays["key_positions"]
+    mixed, *after = write_and_attend(query, *before, pairs, jnp.int32(slot), *positions, GQA, context=ON_CACHE)
+    expected = attend("eager", query, *cache, *positions, GQA, context=ON_CACHE)
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
+    for ours, one in zip(after, cache, strict=True):
+        np.testing.assert_array_equal(ours, one)
+
+
+@pytest.mark.parametrize(
+    ("spec", "slots", "item", "expected"),
+    [
+        (GQA, 256, 2, True),
+        (GQA, 200, 2, False),  # not whole tiles
+        (GQA, 256, 1, False),  # of which tiles have 32 slots
+        (AttentionSpec(num_heads=64, num_kv_heads=64, head_dim=64), 256, 4, True),
+        (AttentionSpec(num_heads=64, num_kv_heads=64, head_dim=96), 256, 4, False),  # more than VMEM has
+        (AttentionSpec(num_heads=96, num_kv_heads=96, head_dim=128), 256, 4, True),
+    ],
+)
+def test_what_it_writes(spec: AttentionSpec, slots: int, item: int, expected: bool) -> None:
+    assert writes(spec, ON_CACHE, 1, slots, item) == expected
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    halves = replace(ON_CACHE, mesh=mesh, head_axes=("tensor",))
+    assert writes(spec, halves, 1, slots, item) == (expected or spec.head_dim == 96)
 
 
 def test_a_row_of_padding_alone_is_written_too() -> None:

@@ -109,8 +109,8 @@ class ScheduleEstimate:
     core's own reads have the whole bandwidth at once. `total_seconds` counts kernels at the shares of the chip's rates
     that `KERNEL_BANDWIDTH` and `KERNEL_FLOPS` name, and so what else has no estimate of the compiler, such as gathers
     of rows, scatters and sorts, with what they move between HBM and the core, but kernels and what moves anything
-    with no less than `LEAST_SECONDS`; it lets copies in the background and the
-    core's own reads have half of the bandwidth each while both go on."""
+    with no less than `LEAST_SECONDS`; it lets copies in the background and the core's own reads have half of the
+    bandwidth each while both go on."""
 
     seconds: float
     seconds_with_kernels: float

@@ -22,6 +22,7 @@ from ttpu_jax.model.modules import (
     with_whole_rows,
 )
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, PagedCache, PagedKeys, StepCache
+from ttpu_jax.ops.attention import paired
 from ttpu_jax.ops.matmul.rings import Ring, gathered_product, heads_outside, scattered_product
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.rope import rotate
@@ -80,7 +81,7 @@ class Attention(nnx.Module):
         x = x[:, -positions.shape[1] :]
         query, sinks = self._one_map_each(query), value_of(self.sinks)
         if own is not None and isinstance(cache, ContiguousCache) and takes_pairs:
-            pairs = _paired(*own) if isinstance(own, tuple) else own
+            pairs = paired(*own) if isinstance(own, tuple) else own
             mixed, cache, keys = cache.write_and_attend(query, positions, pairs, spec, self.runtime, sinks)
         else:
             cache, keys = self._written(cache, own, others)
@@ -250,14 +251,6 @@ class Attention(nnx.Module):
 
 
 @part(Part.ROPE)
-def _paired(key: jax.Array, value: jax.Array) -> jax.Array:
-    """key [batch, kv_heads, seq, head_dim] and value [batch, kv_heads, seq, value_dim] as [batch, seq, kv_heads, 2,
-    width], where the narrower is padded with zeros."""
-    width = max(key.shape[-1], value.shape[-1])
-    both = [jnp.pad(one, [*[(0, 0)] * 3, (0, width - one.shape[-1])]) for one in (key, value)]
-    return jnp.stack(both, axis=3).swapaxes(1, 2)
-
-
 def _but_for_last(turned: jax.Array, before: jax.Array) -> jax.Array:
     """turned [..., slots, dim], but the last slot, which holds values, as it was before: the same shape."""
     is_value = jnp.arange(turned.shape[-2])[:, None] == turned.shape[-2] - 1

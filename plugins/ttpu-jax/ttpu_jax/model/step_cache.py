@@ -297,11 +297,12 @@ class ContiguousCache:
 
     def is_written_while_read(self, tokens: int, spec: AttentionSpec, runtime: Runtime) -> bool:
         """Whether `write_and_attend` serves a step of so many tokens of each row."""
-        if self.held is None or self.fresh or self.layer_index is not None:
+        if self.held is None or self.fresh:
             return False
         keys = self._read(self.held, self.positions)
         context = keys.context(tokens, spec, runtime)
-        return attention_ops.writes_cache(runtime.attention, spec, context, tokens, self.held.slots)
+        item = keys.key.dtype.itemsize
+        return attention_ops.writes_cache(runtime.attention, spec, context, tokens, self.held.slots, item)
 
     @part(Part.ATTENTION)
     def write_and_attend(

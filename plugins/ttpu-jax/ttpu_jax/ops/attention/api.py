@@ -109,7 +109,9 @@ def serving(
     return DECODE if decodes else REFERENCE
 
 
-def writes_cache(name: str, spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> bool:
+def writes_cache(
+    name: str, spec: AttentionSpec, context: AttentionContext, queries: int, keys: int, item: int
+) -> bool:
     """Whether `decode.write_and_attend` computes a layer of a model whose implementation is `name`, and writes the
     step's tokens into its cache.
 
@@ -119,9 +121,10 @@ def writes_cache(name: str, spec: AttentionSpec, context: AttentionContext, quer
         context: devices and platform.
         queries: number of queries of each row.
         keys: number of slots of each row.
+        item: bytes of a number in the cache.
     """
     chosen = serving(implementation(name), spec, context, queries, keys)
-    return chosen is DECODE and decode.writes(spec, context, queries, keys)
+    return chosen is DECODE and decode.writes(spec, context, queries, keys, item)
 
 
 def implementation(name: str) -> Implementation:

@@ -4,6 +4,7 @@ them that a row does not see not at all."""
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from ttpu_jax.ops.attention.reference import SegmentIds, visibility
 
 SUBLANES = 16
 """Rows of a tile of bfloat16."""
+LARGEST_TILE = 2**21
+"""Of the keys of 128 slots of a row in a cache that the kernel writes; it holds six of these or of values."""
 LARGEST_WHOLE = 2**21
 """Of the keys of a cache that may be one block, where its slots are not a multiple of 128."""
 
@@ -49,10 +52,22 @@ def serves(spec: AttentionSpec, context: AttentionContext, queries: int, keys: i
     return None
 
 
-def writes(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int) -> bool:
-    """Whether the kernel can also write a step's tokens into the cache of a layer: where it serves that, and copies of
-    128 slots are whole tiles of it."""
-    return keys % LANES == 0 and serves(spec, context, queries, keys) is None
+def writes(spec: AttentionSpec, context: AttentionContext, queries: int, keys: int, item: int) -> bool:
+    """Whether the kernel can also write a step's tokens into the cache of a layer: where it serves that, copies of 128
+    slots are whole tiles of it, and VMEM has room for such a tile of all heads.
+
+    Args:
+        spec: the layer's attention.
+        context: devices and platform.
+        queries: of each row.
+        keys: slots of each row.
+        item: bytes of a number in the cache.
+    """
+    if keys % LANES or item < 2 or serves(spec, context, queries, keys) is not None:
+        return False
+    ways = 1 if context.mesh is None else prod(context.mesh.shape[axis] for axis in context.head_axes)
+    slots_last = [size for size in (spec.head_dim, spec.value_dim) if size % LANES]
+    return spec.num_kv_heads // ways * LANES * max(slots_last, default=0) * item <= LARGEST_TILE
 
 
 def decode_attention(
@@ -122,6 +137,13 @@ def write_and_attend(
     # Queries, keys and values mostly come from one product in this order: XLA does not move them for this.
     rows = jnp.concatenate([_widened(query, pairs.shape[-1]), pairs.astype(query.dtype)], axis=3)
     return _run(rows, key, value, visible, sinks, slot, spec, context)
+
+
+def paired(key: jax.Array, value: jax.Array) -> jax.Array:
+    """key [batch, kv_heads, seq, head_dim] and value [batch, kv_heads, seq, value_dim] as [batch, seq, kv_heads, 2,
+    width], where the narrower is padded with zeros."""
+    width = max(key.shape[-1], value.shape[-1])
+    return jnp.stack([_widened(key, width), _widened(value, width)], axis=3).swapaxes(1, 2)
 
 
 def _widened(x: jax.Array, width: int) -> jax.Array:

@@ -153,7 +153,7 @@ def block_order(visible: jax.Array, blocks: int, slot: jax.Array | None = None) 
     first, last = seen_blocks(visible, blocks)
     begin = first
     if slot is not None:
-        slot = slot.astype(jnp.int32)
+        slot = jnp.minimum(slot.astype(jnp.int32), visible.shape[-1] - 1)
         begin = jnp.broadcast_to(slot // (visible.shape[-1] // blocks), first.shape)
         first, last = jnp.minimum(first, begin), jnp.maximum(last, begin)
     # Where layers of two kinds see different keys, libtpu 0.0.42 fetches few weights ahead if it may fuse what makes
