@@ -17,6 +17,8 @@ from ttpu_core.errors import RequestError
 from ttpu_jax.ops.attention.context import AttentionContext, Options
 
 LANES = 128  # a block is whole TPU vector registers
+SUBLANES = 16
+"""Rows of a tile of bfloat16."""
 TWO_CORES = ("TPU v4", "TPU v5")
 """Kinds of devices whose two cores share the steps of a grid."""
 SMALLEST_WINDOW_BLOCK = SMALLEST_CAUSAL_BLOCK = 512

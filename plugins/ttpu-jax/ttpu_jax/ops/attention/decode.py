@@ -11,12 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
-from ttpu_jax.ops.attention.blocks import LANES
+from ttpu_jax.ops.attention.blocks import LANES, SUBLANES
 from ttpu_jax.ops.attention.context import AttentionContext
 from ttpu_jax.ops.attention.reference import SegmentIds, visibility
 
-SUBLANES = 16
-"""Rows of a tile of bfloat16."""
 LARGEST_TILE = 2**21
 """Of the keys of 128 slots of a row in a cache that the kernel writes; it holds six of these or of values."""
 LARGEST_WHOLE = 2**21

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention.api import DECODE, REFERENCE
-from ttpu_jax.ops.attention.blocks import LANES
+from ttpu_jax.ops.attention.blocks import LANES, SUBLANES
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.attention.decode import SUBLANES, unserved_context
+from ttpu_jax.ops.attention.decode import unserved_context
 from ttpu_jax.ops.attention.reference import visibility
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ttpu_jax.ops.attention.blocks import LANES
-from ttpu_jax.ops.attention.decode import SUBLANES
+from ttpu_jax.ops.attention.blocks import LANES, SUBLANES
 
 
 class SlotWrite(NamedTuple):
