@@ -16,7 +16,7 @@ from ttpu_core.spec.arithmetic import attention_flops
 from ttpu_jax.ops.attention.blocks import device_kind
 from ttpu_jax.ops.attention.blockwise import KeptRunning
 from ttpu_jax.ops.attention.context import AttentionContext
-from ttpu_jax.ops.attention.decode_kernel import block_at, block_order, block_slots, in_hbm
+from ttpu_jax.ops.attention.decode_kernel import block_at, block_order, block_slots, in_hbm, made_apart
 from ttpu_jax.ops.attention.reference import MASKED
 from ttpu_jax.ops.attention.slot_write import SlotWrite, tile_memory
 
@@ -54,8 +54,7 @@ def attended_latents(
     # A block has as many bytes as one of keys and one of values of other layers have.
     block = block_slots(slots, rank * latent.dtype.itemsize // 2)
     blocks = slots // block
-    order = block_order(visible, blocks, slot)
-    bias = jnp.where(visible, 0.0, MASKED).astype(jnp.float32)
+    order, bias = made_apart(block_order(visible, blocks, slot), jnp.where(visible, 0.0, MASKED).astype(jnp.float32))
     rope_key = rope_key.swapaxes(1, 2)  # few features do not fill lanes, and XLA lays such a cache out so
     kind = "" if interpret else device_kind(AttentionContext(mesh=None))
     caches = in_hbm((latent, rope_key), kind)
