@@ -91,6 +91,7 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
     """Return the implementation of each kind of attention layer in an engine's steps on a TPU, and why: with pages in
     `dtype`, and with pages in int8 and float8."""
     table: dict[str, str] = {}
+    held = model_dtype(dtype, platform="tpu")
 
     def served(attention: AttentionSpec, kept: np.dtype[Any], in_key: bool) -> str:
         if serves_own(attention, "tpu", kept, value_in_key=in_key) is None:
@@ -106,7 +107,7 @@ def served_kernels(spec: ArchitectureSpec, dtype: str = "bfloat16") -> dict[str,
             attention, in_key = latent_pages(mixer), True
         else:
             continue
-        kind, words = mixer.kind, served(attention, model_dtype(dtype, platform="tpu"), in_key)
+        kind, words = mixer.kind, served(attention, held, in_key)
         others: dict[str, list[str]] = {}
         for name, kept in (("int8", np.dtype(np.int8)), ("float8", np.dtype(jnp.float8_e4m3fn))):
             others.setdefault(served(attention, kept, in_key), []).append(name)
