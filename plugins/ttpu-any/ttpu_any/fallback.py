@@ -156,6 +156,7 @@ def _refuse_options(options: JaxLoadOptions, model_type: str) -> None:
         "attention_config": options.attention_config is not None,
         "residual_stream": options.residual_stream == "rings",
         "experts": options.experts != "auto",
+        "without": bool(options.without),
     }
     refused = [name for name, given in asked.items() if given]
     if (options.attn_implementation or "auto") not in ("auto", "eager"):

@@ -44,6 +44,7 @@ from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.matmul.choice import ROWS, product_choices
 from ttpu_jax.ops.matmul.rings import StreamForm
+from ttpu_jax.optimizations import Optimization, read_without
 from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.initialize import random_parameters
@@ -125,6 +126,7 @@ class JaxBackend:
             architecture = quantize_architecture(architecture, asked)
             report = report_of(architecture.spec, "while loading", held.name, found)
         _refuse_embedding(architecture.spec)
+        without = read_without(options.without)
         placement = placement_for(
             architecture.spec,
             parallelism_strategy=options.parallelism_strategy,
@@ -135,6 +137,7 @@ class JaxBackend:
             dtype=held.name,
             quantization=None if options.quantization is None else str(QuantizationConfig.read(options.quantization)),
             purpose="serve" if options.enable_paged_attention else options.purpose,
+            by_links=Optimization.MESH_ORDER not in without,
         )
         spec, paddings = pad_for(architecture.spec, placement)
         attention = attention_choice(
@@ -153,6 +156,7 @@ class JaxBackend:
             dtype=held,
             experts=options.experts,
             stream="whole" if options.purpose == "train" else options.residual_stream,
+            without=without,
         )
         progress = options.progress
         on_load = None if progress is None else (lambda done, total: progress("load", done, total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, get_args
@@ -12,6 +12,7 @@ from ttpu_core.loading import NOT_FOR_ENGINES, LoadOptions, refuse_unknown
 from ttpu_core.registry import default_registry
 from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.matmul.rings import StreamForm
+from ttpu_jax.optimizations import read_without
 
 if TYPE_CHECKING:
     from ttpu_serve.api.engine_config import EngineConfig
@@ -36,6 +37,7 @@ class JaxLoadOptions(LoadOptions):
         residual_stream: "auto" cuts the tokens of long inputs over the devices that share heads and MLPs, on v5e and
             v6e, so that products exchange them while they multiply; "rings" wherever these devices divide the tokens;
             "whole" nowhere (docs/parallelism.md).
+        without: names of optimizations that are left out for comparison, see `ttpu_jax.optimizations`.
     """
 
     task: str = "inference"
@@ -43,12 +45,13 @@ class JaxLoadOptions(LoadOptions):
     enable_paged_attention: bool = field(default=False, metadata=NOT_FOR_ENGINES)
     engine_config: EngineConfig | None = field(default=None, metadata=NOT_FOR_ENGINES)
     residual_stream: StreamForm = "auto"
+    without: Collection[str] = ()
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            RequestError: an unknown purpose, form of experts or residual stream, or a `task` that is not "inference".
+            RequestError: an unknown purpose, form of experts, residual stream or optimization, or a `task` that is not "inference".
         """
         super().__post_init__()
         if self.task != "inference":
@@ -66,6 +69,7 @@ class JaxLoadOptions(LoadOptions):
                 f"residual_stream={self.residual_stream!r} was asked for, but it is one of "
                 f"{', '.join(get_args(StreamForm))}: write one of them."
             )
+        read_without(self.without)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], backend: str) -> Self:

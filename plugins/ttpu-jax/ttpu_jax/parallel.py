@@ -34,6 +34,7 @@ def placement_for(
     dtype: str = "bfloat16",
     quantization: str | None = None,
     purpose: Purpose = "generate",
+    by_links: bool = True,
 ) -> Placement:
     """Return the placement that a caller asks for; one device if the caller asks for nothing.
 
@@ -46,6 +47,8 @@ def placement_for(
         dtype: what weights are held in.
         quantization: a shorthand of what they are quantized to while they are loaded.
         purpose: what the model is opened for.
+        by_links: neighbours along a mesh axis are neighbours on the interconnect; else devices keep their order. A
+            jax Mesh is taken as it is.
 
     Raises:
         RequestError: more than one of them, or rules alone.
@@ -66,17 +69,17 @@ def placement_for(
         followed = planner.plan_for(
             plan, spec, dtype=dtype, quantization=quantization, purpose=purpose, backend="JAX"
         )
-        return local_placement(followed)
+        return local_placement(followed, by_links=by_links)
     usual = usual_strategy(trains=purpose == "train")
     strategy = strategy_with(sharding_rules, usual)
     argument, asked = given or ("parallelism_strategy", None)
     if isinstance(asked, str) and asked.strip().lower() == AUTO:
-        return local_placement(planned(spec, jax.devices(), strategy, dtype, purpose))
+        return local_placement(planned(spec, jax.devices(), strategy, dtype, purpose), by_links=by_links)
     if isinstance(asked, str):
         asked = resolve_parallelism(asked, len(jax.devices()), sharding_rules, argument=argument, usual=usual)
     if isinstance(asked, Parallelism) and asked.strategy == DEFAULT_STRATEGY:
         asked = replace(asked, strategy=strategy)
-    placement = local_placement(asked, strategy)
+    placement = local_placement(asked, strategy, by_links=by_links)
     _refuse_idle_axes(spec, placement, purpose)
     return placement
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from math import prod
@@ -33,6 +33,7 @@ from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.matmul.rings import StreamForm
+from ttpu_jax.optimizations import Optimization, read_without
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement, device_bytes
 
@@ -165,6 +166,7 @@ def compile_report(
     quantization: Any = None,
     residual_stream: StreamForm = "auto",
     remat: Recomputation = "full",
+    without: Collection[str] = (),
 ) -> ProgramReport:
     """Compile one program of a model for a TPU slice and report the compiler's results.
 
@@ -189,6 +191,7 @@ def compile_report(
         quantization: of the weights, as in from_pretrained().
         residual_stream: "auto" cuts the residual stream of inference where that is faster, "whole" never does.
         remat: what the backward pass of a training step computes again.
+        without: names of optimizations that are left out, see `ttpu_jax.optimizations`.
 
     Raises:
         UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
@@ -201,6 +204,7 @@ def compile_report(
             f"a {task} program for a batch of {batch} with {context} slots was asked for, but both must be at least 1: "
             "raise them."
         )
+    left_out = read_without(without)
     config = None if quantization is None else QuantizationConfig.read(quantization)
     spec = quantize_architecture(architecture, config).spec
     check_supported(spec)
@@ -208,7 +212,9 @@ def compile_report(
     topology = tpu_topology(topology_name)
     axis = "fsdp" if task == "train" else "tensor"
     strategy = strategy or usual_strategy(trains=task == "train")
-    placement = Placement(make_mesh(topology, mesh or {axis: len(topology.devices)}, slices), strategy)
+    by_links = Optimization.MESH_ORDER not in left_out
+    devices = make_mesh(topology, mesh or {axis: len(topology.devices)}, slices, by_links=by_links)
+    placement = Placement(devices, strategy)
     attention = attention_choice(
         spec, attn_implementation, placement.platform, attention_config, placement.axes_of(axes.SEQUENCE)
     )
@@ -223,6 +229,7 @@ def compile_report(
         dtype=kind,
         experts=experts,
         stream="whole" if task == "train" else residual_stream,
+        without=left_out,
     )
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":

@@ -74,11 +74,14 @@ def tpu_topology(name: str) -> TpuTopology:
     return TpuTopology(name=topology.name, chip=chip, devices=tuple(description.devices))
 
 
-def make_mesh(topology: TpuTopology, axes: Mapping[str, int], slices: Mapping[str, int] | None = None) -> Mesh:
+def make_mesh(
+    topology: TpuTopology, axes: Mapping[str, int], slices: Mapping[str, int] | None = None, *, by_links: bool = True
+) -> Mesh:
     """A mesh over all devices of `topology`, with the axes of `axes` in that order.
 
     Neighbours on the last axes are neighbours on the interconnect if the sizes allow it. `slices` gives the number
-    of slices along each axis; None puts them on the first axes that they divide.
+    of slices along each axis; None puts them on the first axes that they divide. Without `by_links` devices keep
+    their order.
 
     Raises:
         UnsupportedError: the product of the sizes is not the number of devices.
@@ -94,7 +97,7 @@ def make_mesh(topology: TpuTopology, axes: Mapping[str, int], slices: Mapping[st
             f"{found}{why}: give axes of at least 1 whose product is {found}."
         )
     along = slice_axes(axes, parse_topology(topology.name).slices) if slices is None else slices
-    return Mesh(arrange(topology.devices, axes, along), tuple(axes))
+    return Mesh(arrange(topology.devices, axes, along, by_links=by_links), tuple(axes))
 
 
 def _silence_libtpu() -> None:

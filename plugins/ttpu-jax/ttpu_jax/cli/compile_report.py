@@ -39,6 +39,7 @@ USUAL: Mapping[str, Any] = {
     "plan": None,
     "residual_stream": "auto",
     "remat": "full",
+    "without": "",
 }
 """Options that need an architecture, and what they are without being asked for."""
 
@@ -145,6 +146,14 @@ def compile_report(
             "part: each of attention, gate, dots and mlp keeps more than the one before.",
         ),
     ] = RematChoice.full,
+    without: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Optimizations to leave out, for comparison, with commas between them: cache_write, window_cache, "
+            "rope_product, mesh_order; to train, trained_products, gradient_rings, vocabulary_loss, unset_gradients.",
+        ),
+    ] = "",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also say where the time goes, by part of the model.")
     ] = False,
@@ -165,6 +174,7 @@ def compile_report(
       ttpu compile-report ./llama --topology v5e:2x4 --task decode --explain --picture decode.png
       ttpu compile-report ./llama --topology v5e:4x4 --mesh data=2,tensor=8 --json
       ttpu compile-report ./qwen3-moe --topology v6e:2x4 --task decode --plan plan.json
+      ttpu compile-report ./llama --topology v5e:2x4 --task decode --without cache_write
 
     \f
     Raises:
@@ -191,6 +201,7 @@ def compile_report(
         "plan": plan,
         "residual_stream": residual_stream.value,
         "remat": remat.value,
+        "without": without,
     }
     report, described = _reporter(checkpoint, options, dtype, "train" if task is TaskChoice.train else "generate")
     wanted: list[tuple[Any, int, int]] = []

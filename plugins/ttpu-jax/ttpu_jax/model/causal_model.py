@@ -22,6 +22,7 @@ from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import PagedLayout, empty_caches
 from ttpu_jax.model.pipeline import pipelined
 from ttpu_jax.ops.paged_attention import RaggedBatch
+from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.quantized import shardings_of
 
 Params = Mapping[str, Any]
@@ -82,6 +83,8 @@ class DecoderModel:
             abstract: return `jax.ShapeDtypeStruct`s instead of arrays.
         """
         spec, placement, stacked = self.spec, self.runtime.placement, self.stacked
+        if Optimization.WINDOW_CACHE in self.runtime.without:
+            rewound = slots
         return empty_cache(spec, batch, slots, placement, dtype, rewound=rewound, stacked=stacked, abstract=abstract)
 
     def empty_paged_cache(

@@ -28,10 +28,11 @@ from ttpu_jax.ops.linear import linear
 from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.matmul.devices import Devices, UsePallas
 from ttpu_jax.ops.matmul.rings import Ring, StreamForm, ring_mlp
-from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
+from ttpu_jax.ops.matmul.trained import Axes, GradientRing, gradient_ring, trained_product, trained_products
 from ttpu_jax.ops.norm import normalize
 from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.ops.saved import saved
+from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.placement import Placement
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Runtime:
     dense embedding table gives it, and whether the axes that cut MLPs cut the sequence of the residual stream too, so
     that devices share norms, rounding and additions, and gather rounded activations; the form in which experts are
     computed (`ttpu_jax.ops.few_tokens`); where the residual stream is cut and products exchange its rows around a ring
-    (`ttpu_jax.ops.matmul.rings`); and whether products are those of training (`ttpu_jax.ops.matmul.trained`).
-    Static."""
+    (`ttpu_jax.ops.matmul.rings`); whether products are those of training (`ttpu_jax.ops.matmul.trained`); and the
+    optimizations that are left out for comparison. Static."""
 
     placement: Placement
     attention: str = "eager"
@@ -64,11 +65,18 @@ class Runtime:
     experts: ExpertsForm = "auto"
     stream: StreamForm = "whole"
     trains: bool = False
+    without: frozenset[Optimization] = frozenset()
 
     @property
     def rotates_by_product(self) -> bool:
         """Whether ropes are applied as products: on TPUs."""
-        return self.placement.platform == "tpu"
+        return self.placement.platform == "tpu" and Optimization.ROPE_PRODUCT not in self.without
+
+    def gradient_ring(self, kernel: tuple[Axes, ...], rows: tuple[Axes, ...]) -> GradientRing | None:
+        """The devices that sum the gradient of a kernel in a ring, see `ttpu_jax.ops.matmul.trained.gradient_ring`."""
+        if Optimization.GRADIENT_RINGS in self.without:
+            return None
+        return gradient_ring(self.placement.mesh, kernel, rows)
 
 
 class SharedParam(nnx.Param):
@@ -235,7 +243,7 @@ class Linear(nnx.Module):
     def _product(self, x: jax.Array, out_dtype: jnp.dtype | None) -> jax.Array:
         kernel, bias = value_of(self.kernel), value_of(self.bias)
         if self._trains:
-            ring = gradient_ring(self.runtime.placement.mesh, *kernel_and_row_axes(x, self.kernel, self.runtime))
+            ring = self.runtime.gradient_ring(*kernel_and_row_axes(x, self.kernel, self.runtime))
             wide = (out_dtype or x.dtype) if bias is None else jnp.dtype(jnp.float32)
             return _biased(trained_product(x, dense(kernel), wide, ring), bias, out_dtype or x.dtype)
         on_one_device, widen_rows = self.runtime.placement.mesh is None, self.runtime.widen_rows
@@ -253,7 +261,7 @@ class Linear(nnx.Module):
             return tuple(product[(..., number, *rest)] for number in range(product.shape[x.ndim - 1]))
         kernel, bias = value_of(self.kernel), value_of(self.bias)
         of_kernel, of_rows = kernel_and_row_axes(x, self.kernel, self.runtime)
-        ring = None if of_kernel[0] else gradient_ring(self.runtime.placement.mesh, of_kernel[1:], of_rows)
+        ring = None if of_kernel[0] else self.runtime.gradient_ring(of_kernel[1:], of_rows)
         wide = out_dtype if bias is None else jnp.dtype(jnp.float32)
         kernels = kernel.each() if isinstance(kernel, Master) else tuple(kernel)
         products = trained_products(x, kernels, wide, ring)

@@ -20,6 +20,7 @@ from ttpu_jax.ops import attention as attention_ops
 from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.paged_attention import PagedKV, RaggedBatch, paged_attention, write, write_pairs
 from ttpu_jax.ops.parts import Part, part
+from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.placement import Placement
 
 Mixer = Callable[[jax.Array, Step, Any], tuple[jax.Array, Any]]
@@ -297,7 +298,7 @@ class ContiguousCache:
 
     def is_written_while_read(self, tokens: int, spec: AttentionSpec, runtime: Runtime) -> bool:
         """Whether `write_and_attend` serves a step of so many tokens of each row."""
-        if self.held is None or self.fresh:
+        if self.held is None or self.fresh or Optimization.CACHE_WRITE in runtime.without:
             return False
         keys = self._read(self.held, self.positions)
         context = keys.context(tokens, spec, runtime)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ttpu_core.spec import axes
 from ttpu_jax.ops.kernels import QuantizedKernel
 from ttpu_jax.ops.parts import Part, part
+from ttpu_jax.optimizations import Optimization
 
 if TYPE_CHECKING:
     from ttpu_jax.model.causal_model import DecoderModel
@@ -185,9 +186,9 @@ class _Divided:
 
 
 def _axes_of_head(model: DecoderModel) -> tuple[str, ...]:
-    """The mesh axes that shard the head's kernel, those of its vocabulary first."""
+    """The mesh axes that shard the head's kernel, those of its vocabulary first; none where the loss is not divided."""
     placement, parameter = model.runtime.placement, model.parameters[model.head_paths[0]]
-    if placement.mesh is None:
+    if placement.mesh is None or Optimization.VOCABULARY_LOSS in model.runtime.without:
         return ()
     sizes = dict(placement.mesh.shape)
     found = placement.strategy.mesh_axes(parameter.axes, parameter.shape, sizes, "the head")

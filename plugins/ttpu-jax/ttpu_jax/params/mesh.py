@@ -17,7 +17,9 @@ from ttpu_core.sharding.links import slice_axes
 from ttpu_core.sharding.rings import arranged
 
 
-def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int]) -> np.ndarray:
+def arrange(
+    devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Mapping[str, int], *, by_links: bool = True
+) -> np.ndarray:
     """The devices as an array [*sizes.values()]: one dimension per mesh axis.
 
     Args:
@@ -26,6 +28,7 @@ def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Map
         slices: mesh axis → slices along it; along other axes all devices belong to one slice. Empty: `slice_axes`
             chooses. Devices without slices, such as virtual ones on a CPU, are divided into equal slices in their
             order.
+        by_links: neighbours on the last axes are neighbours on the interconnect; else devices keep their order.
 
     Raises:
         UnsupportedError: the devices belong to another number of slices.
@@ -36,8 +39,8 @@ def arrange(devices: Sequence[jax.Device], sizes: Mapping[str, int], slices: Map
     outer = [slices.get(axis, 1) for axis in sizes]
     inner = [size // count for size, count in zip(sizes.values(), outer, strict=True)]
     if prod(outer) == 1:
-        return _within_slice(devices, inner)
-    blocks = np.stack([_within_slice(group, inner) for group in _by_slice(devices, prod(outer))])
+        return _within_slice(devices, inner, by_links)
+    blocks = np.stack([_within_slice(group, inner, by_links) for group in _by_slice(devices, prod(outer))])
     rank = len(inner)
     pairs = [place for axis in range(rank) for place in (axis, rank + axis)]
     return blocks.reshape(*outer, *inner).transpose(pairs).reshape(tuple(sizes.values()))
@@ -66,7 +69,9 @@ def _slice_of(device: jax.Device) -> int:
     return number if device.platform == "tpu" else 0
 
 
-def _within_slice(devices: Sequence[jax.Device], shape: Sequence[int]) -> np.ndarray:
+def _within_slice(devices: Sequence[jax.Device], shape: Sequence[int], by_links: bool) -> np.ndarray:
+    if not by_links:
+        return np.asarray(devices).reshape(tuple(shape))
     chip = chip_of_device_kind(devices[0].device_kind)
     if chip is not None and chip.dimensions == 2:
         # `mesh_utils` passes the dimensions of an axis one after another, so that every second step crosses several

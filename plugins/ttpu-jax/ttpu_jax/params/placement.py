@@ -126,7 +126,7 @@ class Placement:
 
 
 def local_placement(
-    mesh: str | Parallelism | Mesh | None = None, strategy: Strategy = DEFAULT_STRATEGY
+    mesh: str | Parallelism | Mesh | None = None, strategy: Strategy = DEFAULT_STRATEGY, *, by_links: bool = True
 ) -> Placement:
     """A placement on the devices that this process sees.
 
@@ -137,6 +137,7 @@ def local_placement(
         mesh: text that `resolve_parallelism` reads, such as "fsdp" or "data=2,tensor=4", or its result; a jax Mesh;
             or None for one device.
         strategy: which mesh axes shard which logical axes; a `Parallelism` has its own strategy.
+        by_links: see `ttpu_jax.params.mesh.arrange`.
 
     Raises:
         RequestError: `mesh` has another type.
@@ -153,7 +154,7 @@ def local_placement(
         if not mesh.mesh:
             return Placement(None, mesh.strategy)
         sizes = dict(mesh.mesh)
-        placed = arrange(devices[: mesh.num_devices], sizes, dict(mesh.dcn))
+        placed = arrange(devices[: mesh.num_devices], sizes, dict(mesh.dcn), by_links=by_links)
         return Placement(Mesh(placed, tuple(sizes)), mesh.strategy)
     if not isinstance(mesh, Mesh):
         raise RequestError(

@@ -25,6 +25,7 @@ from ttpu_jax.model.loss import LossSums, TokenBatch, summed_cross_entropy
 from ttpu_jax.ops.masters import Master
 from ttpu_jax.ops.matmul.trained import LANES
 from ttpu_jax.ops.parts import Part, part
+from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.padding import project_gradients, squared_norm
 from ttpu_jax.params.placement import Placement
 from ttpu_jax.train.backward_loop import LayerGradients, lies_as_rows
@@ -339,6 +340,8 @@ class TrainStep:
     def _may_be_unset(self, path: str) -> bool:
         """Whether the gradients of a parameter of all layers begin with unset memory. On GPUs it was never tried."""
         platform = self.model.runtime.placement.platform
+        if Optimization.UNSET_GRADIENTS in self.model.runtime.without:
+            return False
         return platform == "cpu" or (platform == "tpu" and self._fills_lanes(path))
 
     def _as_given(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

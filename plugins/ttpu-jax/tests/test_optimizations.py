@@ -1,0 +1,190 @@
+"""Each optimization that can be left out is in a program, is not in it where it is left out, and changes no result."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import typer
+from test_padded import GQA
+from tiny import llama_checkpoint
+from typer.testing import CliRunner
+
+from ttpu import AutoModelForTPU
+from ttpu_core.config import ModelConfig
+from ttpu_core.errors import RequestError
+from ttpu_core.registry import default_registry
+from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
+from ttpu_jax.aot.report import compile_report
+from ttpu_jax.aot.steps import inference_step, train_step
+from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.cli.compile_report import compile_report as command
+from ttpu_jax.load_options import JaxLoadOptions
+from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.loss import token_batch
+from ttpu_jax.model.modules import Runtime, different_ropes
+from ttpu_jax.optimizations import EFFECTS, Optimization, read_without
+from ttpu_jax.params.initialize import random_parameters
+from ttpu_jax.params.mesh import arrange
+from ttpu_jax.params.placement import Placement, local_placement
+from ttpu_jax.train.step import TrainStep
+
+NORM, BF16 = NormSpec(), np.dtype(jnp.bfloat16)
+WIDE = LayerSpec(
+    replace(GQA, num_heads=8, num_kv_heads=4, head_dim=128, rope=replace(GQA.rope, rotary_dim=128)),
+    MLPSpec(1024), NORM,
+)  # fmt: skip
+WINDOWED = replace(WIDE, mixer=replace(WIDE.mixer, window=256))
+SPEC = ArchitectureSpec("tiny", EmbeddingSpec(4096, 512), (WIDE, WINDOWED), NORM, HeadSpec(), 1024)
+DECODE = {
+    Optimization.CACHE_WRITE: r"pallas_call\[[^\]]*input_output_aliases=\(\(",
+    Optimization.WINDOW_CACHE: r"bf16\[8,4,384,128\]",  # 256 tokens and those that can be taken back
+    Optimization.ROPE_PRODUCT: r"f32\[8,1,4,4,128\] = dot_general|bf16\[128,128\]",
+}
+TRAINING = {
+    Optimization.TRAINED_PRODUCTS: r"ppermute",
+    Optimization.GRADIENT_RINGS: r"ppermute",
+    Optimization.VOCABULARY_LOSS: r"PartitionSpec\(None, UNCONSTRAINED, \('fsdp',\)\)|sharding_constraint\[[^\]]*4096",
+    Optimization.UNSET_GRADIENTS: r" = empty",
+}
+
+
+def program(task: str, *without: Optimization) -> str:
+    """The jaxpr of a decode step or of a training step for four v5e chips."""
+    pytest.importorskip("libtpu")
+    axis = "tensor" if task == "decode" else "fsdp"
+    placement = Placement(make_mesh(tpu_topology("v5e:2x2"), {axis: 4}))
+    layers = SPEC.layers if task == "decode" else (WIDE,) * 3
+    spec, attention = replace(SPEC, layers=layers), "decode_attention" if task == "decode" else "eager"
+    runtime = Runtime(placement, attention, different_ropes(layers), dtype=BF16, without=frozenset(without))
+    if task == "decode":
+        step = inference_step(spec, runtime, BF16, batch=8, tokens=1, context=1024, stacked=False)
+    else:
+        step = train_step(spec, runtime, BF16, batch=4, tokens=128, stacked=True)
+    return str(jax.make_jaxpr(step.function)(*step.arguments))
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("task", ["decode", "train"])
+def test_each_is_in_the_program_unless_it_is_left_out(task: str) -> None:
+    usual = program(task)
+    for one, pattern in (DECODE if task == "decode" else TRAINING).items():
+        assert re.search(pattern, usual), one
+        assert not re.search(pattern, program(task, one)), one
+
+
+@pytest.mark.tpu_compile
+def test_devices_keep_their_order_where_the_order_of_a_mesh_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("libtpu")
+    found: list[list[int]] = []
+
+    def stand_in(_: Any, function: Any, *arguments: Any, **options: Any) -> None:
+        sharding = jax.tree.leaves(arguments)[0].sharding
+        found.append([device.id for device in sharding.mesh.devices.flat])
+        raise RequestError("that is enough")
+
+    monkeypatch.setattr("ttpu_jax.aot.report.compile_for", stand_in)
+    config = ModelConfig.from_dict({
+        "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64,
+    })  # fmt: skip
+    for without in ((), "mesh_order"):
+        with pytest.raises(RequestError, match="that is enough"):
+            compile_report(default_registry().architecture(config), "v5e:2x4", without=without)
+    given = [device.id for device in tpu_topology("v5e:2x4").devices]
+    assert found[1] == given and sorted(found[0]) == sorted(given) and found[0] != given
+
+
+@pytest.mark.parametrize("without", [(), ("mesh_order",)])
+def test_a_loaded_model_is_asked_for_the_order_of_its_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
+) -> None:
+    asked: list[bool] = []
+
+    def stand_in(*given: Any, by_links: bool) -> np.ndarray:
+        asked.append(by_links)
+        return arrange(*given, by_links=by_links)
+
+    monkeypatch.setattr("ttpu_jax.params.placement.arrange", stand_in)
+    AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path), parallelism_strategy="data=2", without=without)
+    assert asked == [not without]
+
+
+def test_a_window_is_generated_the_same_from_a_whole_cache(tmp_path: Path) -> None:
+    path = llama_checkpoint(tmp_path, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=8)
+    ids = np.random.default_rng(0).integers(3, 250, (2, 40))
+    answers = [
+        AutoModelForTPU.from_pretrained(path, without=without).generate(ids, max_new_tokens=24, ignore_eos=True)
+        for without in ((), "window_cache")
+    ]
+    np.testing.assert_array_equal(*(np.asarray(answer) for answer in answers))
+
+
+def test_a_whole_cache_has_all_slots_of_a_window() -> None:
+    def slots(*without: Optimization) -> list[int]:
+        runtime = Runtime(local_placement(), without=frozenset(without))
+        layers = causal_model(SPEC, runtime).empty_cache(1, 1024, BF16, abstract=True).layers
+        return [layer.slots for layer in layers]
+
+    assert slots() == [1024, 384] and slots(Optimization.WINDOW_CACHE) == [1024, 1024]
+
+
+def test_steps_of_training_are_the_same_without_all_of_them() -> None:
+    def losses(without: frozenset[Optimization]) -> list[float]:
+        placement = local_placement("fsdp=4")
+        trains = Optimization.TRAINED_PRODUCTS not in without
+        runtime = Runtime(placement, ropes=different_ropes(spec.layers), trains=trains, without=without)
+        model = causal_model(spec, runtime, stacked=True, remat="full")
+        whole = random_parameters(model.parameters, local_placement(), np.dtype(np.float32))
+        params: dict[str, Any] = {path: jax.device_put(value, model.placements[path]) for path, value in whole.items()}
+        step = TrainStep(model, np.dtype(np.float32), optimizer=optax.sgd(0.5))
+        state, update, found = jax.jit(step.init)(params), jax.jit(step), []
+        for _ in range(3):
+            params, state, figures = update(params, state, token_batch(tokens))
+            found.append(float(figures.loss))
+        return found
+
+    layer = LayerSpec(replace(GQA, num_heads=4, num_kv_heads=2), MLPSpec(16), NORM)
+    spec = ArchitectureSpec("tiny", EmbeddingSpec(64, 32), (layer,) * 2, NORM, HeadSpec(), 32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 12)), jnp.int32)
+    usual, plain = losses(frozenset()), losses(frozenset(Optimization))
+    assert usual[-1] < usual[0]
+    np.testing.assert_allclose(plain, usual, rtol=1e-5)
+
+
+def test_names_are_read_and_unknown_ones_refused() -> None:
+    assert set(EFFECTS) == set(Optimization)
+    both = frozenset({Optimization.CACHE_WRITE, Optimization.MESH_ORDER})
+    assert read_without("cache_write, mesh_order,") == read_without(["mesh_order", "cache_write"]) == both
+    assert read_without("") == read_without(()) == frozenset()
+    with pytest.raises(RequestError, match=r"without='rings' was asked for, but .* gradient_rings"):
+        JaxLoadOptions(without="cache_write,rings")
+    with pytest.raises(RequestError, match=r"without=3 was asked for, but it takes names"):
+        JaxLoadOptions(without=3)  # type: ignore[arg-type]
+
+
+def test_the_command_lists_them_all_and_leaves_out_what_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+
+    def stand_in(*_: object, without: object, **__: object) -> None:
+        found.append(without)
+        raise RequestError("that is enough")
+
+    monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+    app = typer.Typer()
+    app.command()(command)
+    path = llama_checkpoint(tmp_path)
+    for given in ((), ("--without", "cache_write")):
+        CliRunner().invoke(app, [str(path), "--topology", "v5e:1x1", *given])
+    assert found == ["", "cache_write"]
+    told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    assert not [one for one in Optimization if one not in told]
