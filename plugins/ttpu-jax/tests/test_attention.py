@@ -25,7 +25,7 @@ from ttpu_core.registry import default_registry
 from ttpu_core.spec import AlibiSpec, AttentionSpec, KernelChoice, LayerSpec, NormSpec
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.backend import JaxBackend
-from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, choose, eager
+from ttpu_jax.ops.attention import IMPLEMENTATIONS, AttentionContext, attend, choose, eager, reference
 from ttpu_jax.ops.attention.blocks import BLOCKS, COMPUTE_OF, QUERY_BLOCKS, fit, splash_blocks
 from ttpu_jax.ops.attention.reference import FEW_QUERIES
 
@@ -304,7 +304,7 @@ def test_the_plan_for_a_mesh_that_cuts_the_sequence_says_that_keys_are_gathered(
     assert words.startswith(expected)
 
 
-@pytest.mark.parametrize("queries", [1, 2, 3, 4])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5])
 def test_a_cpu_multiplies_few_queries_of_a_head_one_after_the_other(queries: int) -> None:
     """Each query's result is that of a TPU's one product, whichever of its head it is; more queries are one product."""
     spec = AttentionSpec(num_heads=2 * queries, num_kv_heads=2, head_dim=8)
@@ -319,3 +319,48 @@ def test_a_cpu_multiplies_few_queries_of_a_head_one_after_the_other(queries: int
     np.testing.assert_allclose(attended("cpu", query), attended("tpu", query), atol=2e-6)
     products = str(jax.make_jaxpr(lambda query: attended("cpu", query))(query)).count("dot_general")
     assert products == 1 + (queries if queries <= FEW_QUERIES else 1)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "seq"), [(1, 16, 1), (3, 256, 1), (4, 384, 2), (2, 256, 70), (1, 150, 150)]
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_on_a_cpu_is_that_of_a_tpu_in_float32(
+    queries: int, keys: int, seq: int, dtype: Any, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step, one of several tokens, a prompt after others, and one of its own. What is bfloat16 is multiplied
+    as it is, and only the result is rounded."""
+    monkeypatch.setattr(reference, "multiplies_bfloat16", lambda: True)
+    spec = AttentionSpec(num_heads=2 * queries, num_kv_heads=2, head_dim=8)
+    random = np.random.default_rng(0)
+    query = jnp.asarray(random.normal(size=(3, seq, 2, queries, 8)), dtype)
+    key, value = (jnp.asarray(random.normal(size=(3, 2, keys, 8)), dtype) for _ in range(2))
+    places = jnp.arange(keys) - jnp.array([0, 3, 9])[:, None]  # two rows are padded on the left
+    logits = jnp.asarray(random.normal(size=(2, queries)), jnp.float32) if sinks else None
+
+    def attended(platform: str, *arrays: jax.Array) -> jax.Array:
+        context = AttentionContext(platform=platform)
+        return eager(*arrays, places[:, -seq:], places, spec, sinks=logits, context=context)
+
+    found = attended("cpu", query, key, value)
+    expected = attended("tpu", *(one.astype(jnp.float32) for one in (query, key, value)))
+    assert found.dtype == dtype
+    seen = places[:, -seq:] >= 0
+    few = seq * queries <= reference.FEW_ROWS
+    rounds = {"rtol": 2**-8, "atol": 1e-5 if few else 1e-2}  # for many queries, the weights of values too
+    tolerance = {"atol": 2e-6} if dtype == jnp.float32 else rounds
+    np.testing.assert_allclose(found.astype(jnp.float32)[seen], expected[seen], **tolerance)
+    assert np.isfinite(found.astype(jnp.float32)).all()
+    products = str(jax.make_jaxpr(lambda *arrays: attended("cpu", *arrays))(query, key, value))
+    if dtype == jnp.bfloat16 and keys % 128 == 0:
+        assert f"f32[3,2,{keys},8]" not in products
+
+
+def test_a_cpu_without_instructions_for_bfloat16_multiplies_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "multiplies_bfloat16", lambda: False)
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8)
+    arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 1, 1, 2, 8), (1, 1, 128, 8), (1, 1, 128, 8))]
+    places = jnp.arange(128)[None]
+    found = jax.make_jaxpr(lambda *arrays: eager(*arrays, places[:, -1:], places, spec))(*arrays)
+    assert str(found).count("f32[1,1,128,8] = convert_element_type") == 2

@@ -37,7 +37,7 @@ from ttpu_jax.distributed import initialize
 from ttpu_jax.generation import scoring
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.load_options import JaxLoadOptions
-from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.causal_model import cache_dtype, causal_model
 from ttpu_jax.model.layer_run import LayerRun, check_layer_run
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
@@ -174,11 +174,9 @@ class JaxBackend:
             params = load_parameters(
                 checkpoint, mapping, spec.parameters, placement, held, on_load, groupings=groupings
             )
-        # XLA:CPU computes attention in float32 (ops/attention), so a bfloat16 cache would be converted at every
-        # step.
-        cache_dtype = np.dtype(np.float32) if placement.platform == "cpu" else held
         on_compile = None if progress is None else (lambda _, seconds: progress("compile", float(seconds > 0), 1.0))
-        programs = Programs(causal_model(spec, runtime), params, cache_dtype, on_compile=on_compile)
+        kept = cache_dtype(spec, runtime, held)
+        programs = Programs(causal_model(spec, runtime), params, kept, on_compile=on_compile)
         tokenizer = text_tokenizer(checkpoint)
         seconds = time.perf_counter() - began
         model = JaxCausalLM(architecture, checkpoint, programs, params, held, tokenizer, seconds, paddings)

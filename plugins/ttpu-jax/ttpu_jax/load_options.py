@@ -51,7 +51,8 @@ class JaxLoadOptions(LoadOptions):
         """Check the values.
 
         Raises:
-            RequestError: an unknown purpose, form of experts, residual stream or optimization, or a `task` that is not "inference".
+            RequestError: an unknown purpose, form of experts, residual stream or optimization, or a `task` that is not
+                "inference".
         """
         super().__post_init__()
         if self.task != "inference":

@@ -16,6 +16,7 @@ class Optimization(StrEnum):
     CACHE_WRITE = "cache_write"
     WINDOW_CACHE = "window_cache"
     ROPE_PRODUCT = "rope_product"
+    BFLOAT16_CACHE = "bfloat16_cache"
     MESH_ORDER = "mesh_order"
     TRAINED_PRODUCTS = "trained_products"
     GRADIENT_RINGS = "gradient_rings"
@@ -30,11 +31,12 @@ EFFECTS = MappingProxyType({
     Optimization.CACHE_WRITE: "on a TPU the decode kernel writes the step's keys and values while it reads the cache",
     Optimization.WINDOW_CACHE: "a layer whose queries see a window keeps only the window in a contiguous cache",
     Optimization.ROPE_PRODUCT: "on a TPU one product rotates the queries, keys and values of a decode step",
+    Optimization.BFLOAT16_CACHE: "a CPU with instructions for bfloat16 keeps a bfloat16 model's keys and values in it",
     Optimization.MESH_ORDER: "neighbours along a mesh axis are neighbours on the interconnect",
     Optimization.TRAINED_PRODUCTS: "on a TPU products of a training step round their gradients where they are made",
     Optimization.GRADIENT_RINGS: "devices sum a kernel's gradient in a ring while they multiply",
     Optimization.VOCABULARY_LOSS: "devices that share the head divide the vocabulary of the loss",
-    Optimization.UNSET_GRADIENTS: "gradients of layers begin with unset memory, and lie over activations that were read",
+    Optimization.UNSET_GRADIENTS: "gradients of layers begin with unset memory, and lie over used activations",
 })
 
 

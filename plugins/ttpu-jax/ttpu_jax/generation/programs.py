@@ -30,7 +30,7 @@ from ttpu_jax.ops.sampling import (
 
 PREFILL_CHUNK = 1024  # tokens per prefill call; longer prompts take several, which bounds the score matrix
 SMALLEST_BUCKET = 16
-SMALLEST_CACHE = 64
+SMALLEST_CACHE = 128
 
 Compiled = Callable[..., Any]
 OnCompile = Callable[[str, float], None]
@@ -62,9 +62,10 @@ def prompt_bucket(length: int) -> int:
 
 
 def cache_bucket(slots: int) -> int:
-    """Cache length: a power of two or one and a half of one, so that few lengths are ever compiled."""
-    power = max(SMALLEST_CACHE, 1 << (slots - 1).bit_length())
-    return power * 3 // 4 if power * 3 // 4 >= slots and power > SMALLEST_CACHE else power
+    """Cache length: a multiple of 128, as kernels for TPUs need it, and of a quarter of a power of two, so that few
+    lengths are ever compiled: 128, 256, ..., 1024, 1280, 1536, 1792, 2048, 2560, ..."""
+    step = max(SMALLEST_CACHE, (1 << (slots - 1).bit_length()) // 8)
+    return -(-slots // step) * step
 
 
 class Programs:
@@ -87,6 +88,10 @@ class Programs:
         self.compile_seconds = 0.0
         self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
+
+    @property
+    def _keeps_bfloat16(self) -> bool:
+        return self.cache_dtype == np.dtype(jnp.bfloat16)
 
     @property
     def repeats_rows(self) -> bool:
@@ -150,7 +155,8 @@ class Programs:
     ) -> tuple[DecodeState, Sampled]:
         """Generate one token for every row. `state` is consumed."""
         key = ("decode", state.token.shape[0], *state.cache.size, features)
-        program = self._get(key, partial(self._decode, features=features), state, inputs)
+        step = partial(self._decode, features=features)
+        program = self._get(key, step, state, inputs, writes_bfloat16=self._keeps_bfloat16)
         return program(self._params, state, inputs)
 
     def prefill_logits(self, state: DecodeState, tokens: np.ndarray, *, fresh: bool) -> tuple[DecodeState, jax.Array]:
@@ -182,7 +188,7 @@ class Programs:
             The state, and the logits, float32 [batch, vocab], whole on every device.
         """
         key = ("decode logits", *tokens.shape, *state.cache.size, rows is not None)
-        program = self._get(key, self._next_logits, state, tokens, rows)
+        program = self._get(key, self._next_logits, state, tokens, rows, writes_bfloat16=self._keeps_bfloat16)
         return program(self._params, state, tokens, rows)
 
     def block_logits(self, state: DecodeState, tokens: np.ndarray) -> tuple[DecodeState, jax.Array]:
@@ -196,7 +202,7 @@ class Programs:
             The state, and the logits after each token, float32 [batch, number, vocab], whole on every device.
         """
         key = ("block logits", *tokens.shape, *state.cache.size)
-        program = self._get(key, self._block_logits, state, tokens)
+        program = self._get(key, self._block_logits, state, tokens, writes_bfloat16=self._keeps_bfloat16)
         return program(self._params, state, tokens)
 
     @property
@@ -274,7 +280,12 @@ class Programs:
         return found
 
     def _get(
-        self, key: tuple[Any, ...], function: Callable[..., Any], *arguments: Any, out: Any = None
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        *arguments: Any,
+        out: Any = None,
+        writes_bfloat16: bool = False,
     ) -> Compiled:
         program = self._programs.get(key)
         if program is None:
@@ -283,7 +294,8 @@ class Programs:
             began = time.perf_counter()
             traced = lower(self._jit(function, arguments[0], out), self._params, *arguments)
             placement = self.runtime.placement
-            program = compiled_with(traced, program_options(placement.platform, placement.chip))
+            options = program_options(placement.platform, placement.chip, writes_bfloat16=writes_bfloat16)
+            program = compiled_with(traced, options)
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ttpu_core.sharding.training_state import Recomputation
@@ -21,9 +22,11 @@ from ttpu_jax.model.decoder import Caches, Decoder, head_logits
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.paged import PagedLayout, empty_caches
 from ttpu_jax.model.pipeline import pipelined
+from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.quantized import shardings_of
+from ttpu_jax.platform import multiplies_bfloat16
 
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
@@ -267,6 +270,16 @@ def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
     )
     forms = [form for path, form in spec.kernel_formats if path.startswith(LAYERS)]
     return plain and bool(forms) and all(form.activation is not None and form.group_size is None for form in forms)
+
+
+def cache_dtype(spec: ArchitectureSpec, runtime: Runtime, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of a contiguous cache: the model's, but on a CPU float32, unless it multiplies bfloat16 and all layers
+    are plain. XLA:CPU would convert a cache to float32 at every step otherwise."""
+    if runtime.placement.platform != "cpu":
+        return dtype
+    narrow = dtype == np.dtype(jnp.bfloat16) and multiplies_bfloat16() and runtime.attention == REFERENCE.name
+    narrow = narrow and Optimization.BFLOAT16_CACHE not in runtime.without and _has_plain_layers(spec)
+    return dtype if narrow else np.dtype(np.float32)
 
 
 def _has_plain_layers(spec: ArchitectureSpec) -> bool:
