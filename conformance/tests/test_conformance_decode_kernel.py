@@ -25,7 +25,7 @@ def test_a_type_generates_the_same(model_type: str, tmp_path: Path, monkeypatch:
     record = plugin_record(default_registry(), model_type)
     declaration = declaration_for(model_type, record.value.partition(":")[0])
     random_model(declaration, declaration.variant("base")).save_pretrained(tmp_path)
-    monkeypatch.setattr(steps, "cache_bucket", lambda slots: 256)  # whole tiles, in two blocks
+    monkeypatch.setattr(steps, "cache_bucket", lambda slots, platform: 256)  # whole tiles, in two blocks
     monkeypatch.setattr(decode_kernel, "BLOCK_BYTES", 1)
     written: list[str] = []
 

@@ -338,6 +338,7 @@ def test_attention_on_a_cpu_is_that_of_a_tpu_in_float32(
     key, value = (jnp.asarray(random.normal(size=(3, 2, keys, 8)), dtype) for _ in range(2))
     places = jnp.arange(keys) - jnp.array([0, 3, 9])[:, None]  # two rows are padded on the left
     logits = jnp.asarray(random.normal(size=(2, queries)), jnp.float32) if sinks else None
+    logits = logits if logits is None else logits.at[0, 0].set(200.0)  # before which all scores vanish
 
     def attended(platform: str, *arrays: jax.Array) -> jax.Array:
         context = AttentionContext(platform=platform)
@@ -353,6 +354,7 @@ def test_attention_on_a_cpu_is_that_of_a_tpu_in_float32(
     np.testing.assert_allclose(found.astype(jnp.float32)[seen], expected[seen], **tolerance)
     assert np.isfinite(found.astype(jnp.float32)).all()
     products = str(jax.make_jaxpr(lambda *arrays: attended("cpu", *arrays))(query, key, value))
+    assert ("reduce_precision" in products) == (few and dtype == jnp.bfloat16 and keys % 128 == 0)
     if dtype == jnp.bfloat16 and keys % 128 == 0:
         assert f"f32[3,2,{keys},8]" not in products
 
@@ -364,3 +366,22 @@ def test_a_cpu_without_instructions_for_bfloat16_multiplies_in_float32(monkeypat
     places = jnp.arange(128)[None]
     found = jax.make_jaxpr(lambda *arrays: eager(*arrays, places[:, -1:], places, spec))(*arrays)
     assert str(found).count("f32[1,1,128,8] = convert_element_type") == 2
+
+
+@pytest.mark.parametrize("wide", ["query", "key", "value"])
+def test_a_cpu_multiplies_what_is_partly_float32_in_float32(wide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "multiplies_bfloat16", lambda: True)
+    spec, random = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8), np.random.default_rng(0)
+    shapes = {"query": (1, 1, 1, 2, 8), "key": (1, 1, 128, 8), "value": (1, 1, 128, 8)}
+    arrays = {name: jnp.asarray(random.normal(size=shape), jnp.bfloat16) for name, shape in shapes.items()}
+    arrays[wide] = jnp.asarray(random.normal(size=shapes[wide]), jnp.float32)
+    places = jnp.arange(128)[None]
+    found = eager(*arrays.values(), places[:, -1:], places, spec, context=AttentionContext(platform="cpu"))
+    exact = (one.astype(jnp.float32) for one in arrays.values())
+    expected = eager(*exact, places[:, -1:], places, spec, context=AttentionContext(platform="tpu"))
+    tolerance = 2e-6 if wide == "query" else 2**-8
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=tolerance, rtol=tolerance)
+    jaxpr = jax.make_jaxpr(
+        lambda *given: eager(*given, places[:, -1:], places, spec, context=AttentionContext(platform="cpu"))
+    )(*arrays.values())
+    assert str(jaxpr).count("f32[1,1,128,8] = convert_element_type") >= (2 if wide == "query" else 1)

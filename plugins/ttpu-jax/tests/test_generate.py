@@ -398,8 +398,11 @@ def test_buckets_hold_what_they_are_asked_to() -> None:
     for length in range(1, 5000):
         assert prompt_bucket(length) >= length and cache_bucket(length) >= length
         assert prompt_bucket(length) <= max(16, 2 * length)
-        assert cache_bucket(length) % 128 == 0 and cache_bucket(length) < length + max(128, length / 4)
-    assert len({cache_bucket(length) for length in range(1, 4097)}) == 16
+        for platform, share in (("cpu", 4), ("tpu", 2)):
+            slots = cache_bucket(length, platform)
+            assert slots % 128 == 0 and slots < length + max(128, length / share)
+    assert len({cache_bucket(length, "cpu") for length in range(1, 4097)}) == 16
+    assert len({cache_bucket(length, "tpu") for length in range(1, 4097)}) == 10
     assert prompt_bucket(PREFILL_CHUNK + 1) == 2 * PREFILL_CHUNK
 
 

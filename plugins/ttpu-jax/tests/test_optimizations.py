@@ -22,18 +22,21 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.registry import default_registry
 from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
+from ttpu_jax import compiler_flags
 from ttpu_jax.aot.report import compile_report
 from ttpu_jax.aot.steps import inference_step, train_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.backend import JaxBackend
 from ttpu_jax.cli.compile_report import compile_report as command
 from ttpu_jax.compiler_flags import program_options
 from ttpu_jax.compiling import compiled_with, lower
+from ttpu_jax.generation import programs as generation_programs
 from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model import causal_model as causal_models
-from ttpu_jax.model.causal_model import causal_model
+from ttpu_jax.model.causal_model import cache_dtype, causal_model
 from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
-from ttpu_jax.optimizations import EFFECTS, Optimization, read_without
+from ttpu_jax.optimizations import Optimization, read_without
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.mesh import arrange
 from ttpu_jax.params.placement import Placement, local_placement
@@ -82,6 +85,7 @@ def test_each_is_in_the_program_unless_it_is_left_out(task: str) -> None:
     for one, (text, more) in (DECODE if task == "decode" else TRAINING).items():
         counts = [found.count(text) for found in (usual, program(task, one))]
         assert counts[0] > counts[1] if more else counts[0] < counts[1], (one, counts)
+        assert text != "= ppermute" or counts[1] == 0, one
 
 
 @pytest.mark.tpu_compile
@@ -99,9 +103,17 @@ def test_devices_keep_their_order_where_the_order_of_a_mesh_is_left_out(monkeypa
         "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
         "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64,
     })  # fmt: skip
+    traced: list[frozenset[Optimization]] = []
+
+    def counted(spec: Any, runtime: Runtime, *given: Any, **sizes: Any) -> Any:
+        traced.append(runtime.without)
+        return inference_step(spec, runtime, *given, **sizes)
+
+    monkeypatch.setattr("ttpu_jax.aot.report.inference_step", counted)
     for without in ((), "mesh_order"):
         with pytest.raises(RequestError, match="that is enough"):
             compile_report(default_registry().architecture(config), "v5e:2x4", without=without)
+    assert traced == [frozenset(), {Optimization.MESH_ORDER}]
     given = [device.id for device in tpu_topology("v5e:2x4").devices]
     assert found[1] == given and sorted(found[0]) == sorted(given) and found[0] != given
 
@@ -164,7 +176,6 @@ def test_steps_of_training_are_the_same_without_all_of_them() -> None:
 
 
 def test_names_are_read_and_unknown_ones_refused() -> None:
-    assert set(EFFECTS) == set(Optimization)
     both = frozenset({Optimization.CACHE_WRITE, Optimization.MESH_ORDER})
     assert read_without("cache_write, mesh_order,") == read_without(["mesh_order", "cache_write"]) == both
     assert read_without("") == read_without(()) == frozenset()
@@ -209,15 +220,71 @@ def test_a_cpu_that_multiplies_bfloat16_keeps_it_and_writes_it_in_place(
     assert ("f32[1,2,128,8]" in text) == left_out, "nothing converts the cache"
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"attn_implementation": "decode_attention"}, {}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"attn_implementation": "decode_attention"},
+        {"quantization": "w8a16"},
+        {"flags": "some"},
+        {},
+    ],
+)
 def test_other_caches_on_a_cpu_are_float32(
     changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float32 models, for other kernels, and where the processor has no instructions for bfloat16."""
+    """Of float16 and quantized models, for other kernels, where the user disables passes, and where the processor has
+    no instructions for bfloat16."""
     monkeypatch.setattr(causal_models, "multiplies_bfloat16", lambda: bool(changes))
-    given = {"dtype": "bfloat16", **changes}
+    if flags := changes.get("flags"):
+        monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", f"--xla_disable_hlo_passes={flags}")
+    given = {"dtype": "bfloat16", **{name: value for name, value in changes.items() if name != "flags"}}
     model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path), **given)
     assert model.programs.cache_dtype == np.float32
+
+
+@pytest.mark.tpu_compile
+def test_a_tpu_keeps_the_dtype_of_the_model() -> None:
+    pytest.importorskip("libtpu")
+    runtime = Runtime(Placement(make_mesh(tpu_topology("v5e:2x2"), {"tensor": 4})), without=frozenset(Optimization))
+    assert cache_dtype(SPEC, runtime, BF16) == BF16
+    assert "xla_disable_hlo_passes" not in program_options("tpu", writes_bfloat16=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_steps_that_write_a_bfloat16_cache_are_compiled_so(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps, those of beams, and of an assistant's guesses; not prompts."""
+    monkeypatch.setattr(causal_models, "multiplies_bfloat16", lambda: True)
+    asked: list[bool] = []
+
+    def stand_in(*given: Any, writes_bfloat16: bool = False) -> Any:
+        asked.append(writes_bfloat16)
+        return {}
+
+    monkeypatch.setattr(generation_programs, "program_options", stand_in)
+    model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path), dtype=dtype)
+    for more in ({}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+        model.generate([[3, 4, 3, 4, 3]], max_new_tokens=4, ignore_eos=True, **more)
+    steps = {"decode", "decode logits", "block logits"}
+    names = [key[0] for key in model.programs._programs]
+    assert asked == [name in steps and dtype == "bfloat16" for name in names] and steps <= set(names)
+
+
+@pytest.mark.parametrize("slices", [{}, {"data": 2}])
+def test_devices_of_several_slices_keep_their_order_too(slices: dict[str, int]) -> None:
+    devices = jax.devices()[:4]
+    found = arrange(devices, {"data": 2, "tensor": 2}, slices, by_links=False)
+    assert [device.id for device in found.flat] == [device.id for device in devices]
+
+
+def test_options_are_read_once_and_passed_on(tmp_path: Path) -> None:
+    options = JaxLoadOptions(without=(name for name in ["mesh_order"]))
+    assert options.without == {Optimization.MESH_ORDER}
+    model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path), without=iter(["rope_product"]))
+    assert model.programs.runtime.without == {Optimization.ROPE_PRODUCT}
+    assert JaxBackend().options_beside(model).without == {Optimization.ROPE_PRODUCT}
 
 
 def test_a_step_that_needs_a_pass_is_compiled_with_it() -> None:

@@ -358,7 +358,8 @@ class JaxBackend:
 
     def options_beside(self, model: JaxCausalLM) -> JaxLoadOptions:
         """Loading options for a second model on the devices of a loaded one, held in the same dtype."""
-        return JaxLoadOptions(dtype=model.dtype.name, mesh=model.programs.runtime.placement.mesh)
+        runtime = model.programs.runtime
+        return JaxLoadOptions(dtype=model.dtype.name, mesh=runtime.placement.mesh, without=runtime.without)
 
     def keep_compiled(self) -> Path | None:
         """Enable JAX's persistent compilation cache, unless the user has set its folder or disabled it."""

@@ -48,7 +48,7 @@ _PREFETCHES: Mapping[str, Mapping[str, CompilerOption]] = MappingProxyType({
 
 # XLA:CPU computes what is bfloat16 in float32: to write a token it would convert the whole cache and back (12 layers, 8
 # rows of 2,176 tokens: 25 ms in place of 0.2). What else is bfloat16 in a decode step are products, which it multiplies
-# as they are, and additions, which the processor's compiler widens.
+# as they are, and additions, which LLVM widens.
 _WRITES_BFLOAT16: Mapping[str, CompilerOption] = MappingProxyType({
     DISABLED_PASSES: "float-normalization-bf16",
 })
@@ -97,7 +97,7 @@ def program_options(
         writes_bfloat16: the program is a decode step that writes a bfloat16 cache.
     """
     if platform == "cpu" and writes_bfloat16:
-        return _not_given(_WRITES_BFLOAT16, platform)
+        return _not_given(_WRITES_BFLOAT16, platform)  # nothing if the user disables passes: `cache_dtype` asks
     if platform != "tpu":
         return {}
     of_chip = {} if chip is None else _PREFETCHES.get(chip.name, {})

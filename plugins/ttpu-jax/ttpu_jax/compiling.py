@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 import jax
 
 from ttpu_jax.compiler_flags import DISABLED_PASSES, CompilerOption, refused_option
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def lower(jitted: Any, *arguments: Any) -> jax.stages.Lowered:
 
 def compiled_with(program: jax.stages.Lowered, options: Mapping[str, CompilerOption]) -> jax.stages.Compiled:
     """The program of a lowered function. An option that the compiler does not know, as another release of libtpu may
-    not, is left out with a warning.
+    not, is left out with a warning. A program that cannot be compiled without a pass is compiled with it.
 
     Args:
         program: what is compiled.
@@ -45,9 +48,11 @@ def compiled_with(program: jax.stages.Lowered, options: Mapping[str, CompilerOpt
         except jax.errors.JaxRuntimeError as error:
             refused = refused_option(str(error))
             if refused not in known:
-                if known.pop(DISABLED_PASSES, None) is None:
+                passes = known.pop(DISABLED_PASSES, None)
+                if passes is None:
                     raise
-                continue  # without a pass the compiler met what it cannot compile: the program is slower with it
+                logger.info("compiled with %s, without which the compiler failed: the program may be slower", passes)
+                continue
             warnings.warn(
                 f"the installed compiler does not know the option {refused}, so that the program may compile or run "
                 "slower: install the libtpu that this release of ttpu-jax names",

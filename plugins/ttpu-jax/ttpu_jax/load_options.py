@@ -37,7 +37,8 @@ class JaxLoadOptions(LoadOptions):
         residual_stream: "auto" cuts the tokens of long inputs over the devices that share heads and MLPs, on v5e and
             v6e, so that products exchange them while they multiply; "rings" wherever these devices divide the tokens;
             "whole" nowhere (docs/parallelism.md).
-        without: names of optimizations that are left out for comparison, see `ttpu_jax.optimizations`.
+        without: optimizations that are left out for comparison, by name, as a text with commas or a collection: see
+            `ttpu_jax.optimizations`.
     """
 
     task: str = "inference"
@@ -45,7 +46,7 @@ class JaxLoadOptions(LoadOptions):
     enable_paged_attention: bool = field(default=False, metadata=NOT_FOR_ENGINES)
     engine_config: EngineConfig | None = field(default=None, metadata=NOT_FOR_ENGINES)
     residual_stream: StreamForm = "auto"
-    without: Collection[str] = ()
+    without: str | Collection[str] = ()
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -70,7 +71,7 @@ class JaxLoadOptions(LoadOptions):
                 f"residual_stream={self.residual_stream!r} was asked for, but it is one of "
                 f"{', '.join(get_args(StreamForm))}: write one of them."
             )
-        read_without(self.without)
+        object.__setattr__(self, "without", read_without(self.without))
 
     @classmethod
     def read(cls, given: Mapping[str, Any], backend: str) -> Self:

@@ -3,41 +3,33 @@ options of their own: attention, experts, the residual stream, recomputation, qu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
-from types import MappingProxyType
 
 from ttpu_core.errors import RequestError
 
 
 class Optimization(StrEnum):
-    """Each is said in `EFFECTS`."""
+    """What can be left out."""
 
     CACHE_WRITE = "cache_write"
+    """On a TPU the decode kernel writes the step's keys and values while it reads the cache."""
     WINDOW_CACHE = "window_cache"
+    """A layer whose queries see a window keeps only the window in a contiguous cache."""
     ROPE_PRODUCT = "rope_product"
+    """On a TPU one product rotates the queries, keys and values of a decode step."""
     BFLOAT16_CACHE = "bfloat16_cache"
+    """A CPU with instructions for bfloat16 keeps keys and values of a bfloat16 model in bfloat16."""
     MESH_ORDER = "mesh_order"
+    """Neighbours along a mesh axis are neighbours on the interconnect."""
     TRAINED_PRODUCTS = "trained_products"
+    """On a TPU products of a training step round their gradients where they are made. Rings need that."""
     GRADIENT_RINGS = "gradient_rings"
+    """Devices sum a kernel's gradient in a ring while they multiply."""
     VOCABULARY_LOSS = "vocabulary_loss"
+    """Devices that share the head divide the vocabulary of the loss."""
     UNSET_GRADIENTS = "unset_gradients"
-
-
-Without = Collection[Optimization]
-"""The optimizations that are left out."""
-
-EFFECTS = MappingProxyType({
-    Optimization.CACHE_WRITE: "on a TPU the decode kernel writes the step's keys and values while it reads the cache",
-    Optimization.WINDOW_CACHE: "a layer whose queries see a window keeps only the window in a contiguous cache",
-    Optimization.ROPE_PRODUCT: "on a TPU one product rotates the queries, keys and values of a decode step",
-    Optimization.BFLOAT16_CACHE: "a CPU with instructions for bfloat16 keeps a bfloat16 model's keys and values in it",
-    Optimization.MESH_ORDER: "neighbours along a mesh axis are neighbours on the interconnect",
-    Optimization.TRAINED_PRODUCTS: "on a TPU products of a training step round their gradients where they are made",
-    Optimization.GRADIENT_RINGS: "devices sum a kernel's gradient in a ring while they multiply",
-    Optimization.VOCABULARY_LOSS: "devices that share the head divide the vocabulary of the loss",
-    Optimization.UNSET_GRADIENTS: "gradients of layers begin with unset memory, and lie over used activations",
-})
+    """Gradients of layers begin with unset memory, or with that of activations that are no longer needed."""
 
 
 def read_without(names: str | Iterable[str]) -> frozenset[Optimization]:

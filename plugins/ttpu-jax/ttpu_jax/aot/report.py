@@ -131,6 +131,7 @@ class ProgramReport:
     compile_seconds: float
     jax_version: str
     libtpu_version: str
+    without: tuple[str, ...] = ()  # optimizations that were left out
 
     @property
     def cache_in_place(self) -> bool:
@@ -250,6 +251,7 @@ def compile_report(
         placement,
         model_type=spec.model_type,
         num_parameters=spec.num_parameters,
+        without=tuple(sorted(left_out)),
         task=task,
         layers=layers,
         dtype=kind.name,

@@ -357,6 +357,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("tokens per second", f"{report.tokens_per_second:,.0f}"),
         ("collectives", "\n".join(_collectives(report)) or "none"),
         ("without an estimate", "\n".join(_uncounted(report)) or "nothing"),
+        ("optimizations left out", "\n".join(report.without) or "none"),
         ("compiled in", f"{report.compile_seconds:.1f} s"),
     ]
 

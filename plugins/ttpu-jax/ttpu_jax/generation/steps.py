@@ -65,7 +65,8 @@ class Padded:
         """Pad prompts to a length that the programs take, with room for `steps` tokens."""
         width = programs.prompt_width(max(map(len, ids)))
         tokens, starts = left_pad(ids, width)
-        return cls(ids, tokens, starts, cache_bucket(width + steps), max(rewound, REWOUND))
+        slots = cache_bucket(width + steps, programs.runtime.placement.platform)
+        return cls(ids, tokens, starts, slots, max(rewound, REWOUND))
 
     @property
     def width(self) -> int:

@@ -17,6 +17,7 @@ from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MLPSpec, MoESpec, Parameter
 from ttpu_core.spec.arithmetic import REWOUND
 from ttpu_core.spec.parameters import LAYERS, stacked_parameters, stacked_paths
+from ttpu_jax.compiler_flags import program_options
 from ttpu_jax.model.cache import KVCache, empty_cache
 from ttpu_jax.model.decoder import Caches, Decoder, head_logits
 from ttpu_jax.model.modules import Runtime
@@ -273,13 +274,20 @@ def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
 
 
 def cache_dtype(spec: ArchitectureSpec, runtime: Runtime, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of a contiguous cache: the model's, but on a CPU float32, unless it multiplies bfloat16 and all layers
-    are plain. XLA:CPU would convert a cache to float32 at every step otherwise."""
+    """The dtype of a contiguous cache: the model's, but float32 on a CPU, where XLA would convert the cache at every
+    step. bfloat16 stays where the processor multiplies it, the reference computes attention, all layers are plain, and
+    writes can be in place."""
     if runtime.placement.platform != "cpu":
         return dtype
-    narrow = dtype == np.dtype(jnp.bfloat16) and multiplies_bfloat16() and runtime.attention == REFERENCE.name
-    narrow = narrow and Optimization.BFLOAT16_CACHE not in runtime.without and _has_plain_layers(spec)
-    return dtype if narrow else np.dtype(np.float32)
+    kept = (
+        dtype == np.dtype(jnp.bfloat16)
+        and multiplies_bfloat16()
+        and runtime.attention == REFERENCE.name
+        and _has_plain_layers(spec)
+        and Optimization.BFLOAT16_CACHE not in runtime.without
+        and bool(program_options("cpu", writes_bfloat16=True))
+    )
+    return dtype if kept else np.dtype(np.float32)
 
 
 def _has_plain_layers(spec: ArchitectureSpec) -> bool:

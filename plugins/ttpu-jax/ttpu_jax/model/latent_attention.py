@@ -150,7 +150,7 @@ class LatentAttention(CachingMixer):
         query, query_positions = queries
         key_up, value_up = (dense(value_of(each.kernel), query.dtype) for each in (self.key_up, self.value_up))
         dtype = cached.latent.dtype
-        if self.runtime.placement.platform == "cpu":  # as in the reference: XLA:CPU wants float32 operands
+        if self.runtime.placement.platform == "cpu":  # XLA:CPU wants float32 operands
             key_up, value_up, dtype = key_up.astype(jnp.float32), value_up.astype(jnp.float32), jnp.dtype(jnp.float32)
         taken = _product("bshd,hdr->bshr", query[..., : self.plain].astype(dtype), key_up).astype(dtype)
         taken, turned = self._shard(taken), query[..., self.plain :].astype(dtype)

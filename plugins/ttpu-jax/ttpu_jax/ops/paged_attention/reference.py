@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ttpu_core.spec import AttentionSpec
 from ttpu_jax.ops.attention import alibi
-from ttpu_jax.ops.attention.reference import MASKED, query_scores
+from ttpu_jax.ops.attention.reference import FEW_QUERIES, MASKED, query_scores
 from ttpu_jax.ops.paged_attention.batch import PagedKV, RaggedBatch
 from ttpu_jax.ops.paged_attention.layout import page_size_of, read
 
@@ -23,9 +23,6 @@ With one query, the pages of a block should stay in a core's cache until they ha
 queries, XLA:CPU distributes each product over threads, and waking them costs as much as 64 queries (12 layers of
 five prompts of 37 to 200 tokens: 180 ms in blocks of 64, 80 ms in these)."""
 OTHER_QUERIES, OTHER_KEYS = (16, 128), 256
-FEW_QUERIES = 4
-"""As in `ttpu_jax.ops.attention.reference`, of a block of pages: one product per query is five times as fast as one
-product of up to 4."""
 
 
 def reference(
