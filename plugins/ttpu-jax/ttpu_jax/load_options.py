@@ -71,7 +71,7 @@ class JaxLoadOptions(LoadOptions):
                 f"residual_stream={self.residual_stream!r} was asked for, but it is one of "
                 f"{', '.join(get_args(StreamForm))}: write one of them."
             )
-        object.__setattr__(self, "without", read_without(self.without))
+        object.__setattr__(self, "without", tuple(sorted(one.value for one in read_without(self.without))))
 
     @classmethod
     def read(cls, given: Mapping[str, Any], backend: str) -> Self:
