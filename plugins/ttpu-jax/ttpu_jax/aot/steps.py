@@ -23,7 +23,6 @@ from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import TokenBatch, token_batch
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.ops.sampling import SamplingFeatures, sample, sampling_inputs
-from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.initialize import abstract_parameters
 from ttpu_jax.params.padding import pad_for
 from ttpu_jax.train.adapters import find_adapters
@@ -118,8 +117,7 @@ def train_step(
     """
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
-    trains = placement.platform == "tpu" and Optimization.TRAINED_PRODUCTS not in runtime.without
-    runtime = replace(runtime, trains=trains)
+    runtime = replace(runtime, trains=runtime.has_trained_products)
     model = causal_model(spec, runtime, stacked=stacked, remat=remat)
     step = TrainStep(model, dtype, paddings, optimizer=optimizer or adamw())
     params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))

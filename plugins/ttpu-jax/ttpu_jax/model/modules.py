@@ -72,6 +72,11 @@ class Runtime:
         """Whether ropes are applied as products: on TPUs."""
         return self.placement.platform == "tpu" and Optimization.ROPE_PRODUCT not in self.without
 
+    @property
+    def has_trained_products(self) -> bool:
+        """Whether products of a training step are those of `ttpu_jax.ops.matmul.trained`: on TPUs."""
+        return self.placement.platform == "tpu" and Optimization.TRAINED_PRODUCTS not in self.without
+
     def gradient_ring(self, kernel: tuple[Axes, ...], rows: tuple[Axes, ...]) -> GradientRing | None:
         """The devices that sum the gradient of a kernel in a ring, see `ttpu_jax.ops.matmul.trained.gradient_ring`."""
         if Optimization.GRADIENT_RINGS in self.without:

@@ -19,7 +19,6 @@ from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import LossSums, TokenBatch, settings_for, summed_loss
 from ttpu_jax.model.modules import Runtime
 from ttpu_jax.model.pipeline import check_stages, stages_of
-from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.train.adapters import AdaptedModel, Adapters
 from ttpu_jax.train.objectives.grpo import grpo_sums
@@ -84,7 +83,7 @@ def step_from_settings(
     platform = runtime.placement.platform
     usual = "float32" if platform == "cpu" else "bfloat16"
     dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype, platform=platform)
-    trains = platform == "tpu" and Optimization.TRAINED_PRODUCTS not in runtime.without
+    trains = runtime.has_trained_products
     runtime = replace(runtime, placement=zero.weights, dtype=dtype, stream="whole", trains=trains)
     remat = cast("Recomputation", "full" if settings.remat == "auto" else settings.remat)
     model = causal_model(spec, runtime, stacked=True, remat=remat)
