@@ -43,16 +43,20 @@ def collective_seconds(
     return result_bytes * sent / (2 * link_bytes_per_second * axes) + (group_size - 1) * HOP_SECONDS
 
 
-def permute_seconds(result_bytes: float, link_bytes_per_second: float, hops: int = 1) -> float:
-    """Time in which every device of a ring sends its data to another one, all the same way.
+def permute_seconds(
+    result_bytes: float, link_bytes_per_second: float, hops: int = 1, messages: float | None = None
+) -> float:
+    """Time in which devices each send their data to another one.
 
     Args:
         result_bytes: bytes that one device sends.
         link_bytes_per_second: bandwidth of one link in one direction.
-        hops: links between a device and the one that it sends to. What crosses several shares them with the data of
-            as many other devices.
+        hops: links between a device and the one that it sends to, at most.
+        messages: how many devices' data cross the busiest link; None is `hops`, as on a ring on which all send equally
+            far.
     """
-    return hops * (result_bytes / link_bytes_per_second + 2 * HOP_SECONDS)
+    crossing = hops if messages is None else messages
+    return crossing * result_bytes / link_bytes_per_second + 2 * hops * HOP_SECONDS
 
 
 def slice_axes(mesh: Mapping[str, int], slices: int) -> dict[str, int]:

@@ -1,15 +1,33 @@
-"""An interconnect as a torus or grid of chips: how many messages cross its busiest link in an all-to-all."""
+"""An interconnect as a torus or grid of chips: which links messages cross, and how many cross the busiest."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from ttpu_core.sharding.links import HOP_SECONDS
 
 Place = tuple[int, ...]
+Link = tuple[Place, int, int]
+"""A link in one direction: the place before it, its dimension, and 1 or -1."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """What devices that each send one message use of the interconnect.
+
+    Attributes:
+        messages: that cross the busiest link in one direction; a message with two shortest ways counts half on each.
+        hops: links that a message crosses, at most.
+        links: that any message crosses.
+    """
+
+    messages: float
+    hops: int
+    links: frozenset[Hashable]
 
 
 @dataclass(frozen=True)
@@ -44,19 +62,31 @@ class Torus:
         """Links between the two devices that are furthest apart."""
         return sum(size // 2 if wraps else size - 1 for size, wraps in zip(self.sizes, self.wraps, strict=True))
 
+    def route(self, pairs: Iterable[tuple[int, int]]) -> Route:
+        """The way of messages between pairs of devices, source first, that are sent at once. A message takes the
+        shortest way, one dimension after the other; half of those with two shortest ways take each."""
+        loads, hops = self._loads(pairs)
+        return Route(max(loads.values(), default=0), hops, frozenset(loads))
+
     def busiest_link(self, groups: Iterable[Sequence[int]]) -> float:
         """How many messages cross the busiest link in one direction, if each device sends one to each other device of
-        its group. A message takes the shortest way, one dimension after the other; half of those with two shortest ways
-        take each."""
-        loads: defaultdict[tuple[Place, int, int], float] = defaultdict(float)
-        for group in groups:
-            for source in group:
-                for destination in group:
-                    for link, share in self._crossed(self.places[source], self.places[destination]):
-                        loads[link] += share
+        its group, by the ways of `route`."""
+        loads, _ = self._loads(pair for group in groups for pair in product(group, repeat=2))
         return max(loads.values(), default=0)
 
-    def _crossed(self, source: Place, destination: Place) -> Iterator[tuple[tuple[Place, int, int], float]]:
+    def _loads(self, pairs: Iterable[tuple[int, int]]) -> tuple[Mapping[Link, float], int]:
+        """The messages on each link, and the links that a message crosses at most."""
+        loads: defaultdict[Link, float] = defaultdict(float)
+        farthest = 0.0
+        for source, destination in pairs:
+            hops = 0.0
+            for link, share in self._crossed(self.places[source], self.places[destination]):
+                loads[link] += share
+                hops += share
+            farthest = max(farthest, hops)
+        return loads, round(farthest)
+
+    def _crossed(self, source: Place, destination: Place) -> Iterator[tuple[Link, float]]:
         """The links of a message: the place before each, its dimension and direction, and the share that takes it."""
         place = list(source)
         for dimension, (size, wraps) in enumerate(zip(self.sizes, self.wraps, strict=True)):

@@ -18,9 +18,11 @@ from tiny import llama_checkpoint
 from typer.testing import CliRunner
 
 from ttpu import AutoModelForTPU
+from ttpu_core import open_checkpoint
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec, LayerSpec, MLPSpec, NormSpec
 from ttpu_jax import compiler_flags
 from ttpu_jax.aot.report import compile_report
@@ -36,11 +38,14 @@ from ttpu_jax.model import causal_model as causal_models
 from ttpu_jax.model.causal_model import cache_dtype, causal_model
 from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
-from ttpu_jax.optimizations import Optimization, read_without
+from ttpu_jax.optimizations import OF_PROGRAMS, Optimization, read_without
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.mesh import arrange
 from ttpu_jax.params.placement import Placement, local_placement
+from ttpu_jax.train.from_settings import step_from_settings
 from ttpu_jax.train.step import TrainStep
+from ttpu_plan.planner import Request, best_plan
+from ttpu_train.runner import StepSettings
 
 NORM, BF16 = NormSpec(), np.dtype(jnp.bfloat16)
 WIDE = LayerSpec(
@@ -49,10 +54,15 @@ WIDE = LayerSpec(
 )  # fmt: skip
 WINDOWED = replace(WIDE, mixer=replace(WIDE.mixer, window=256))
 SPEC = ArchitectureSpec("tiny", EmbeddingSpec(4096, 512), (WIDE, WINDOWED), NORM, HeadSpec(), 1024)
+LLAMA = ModelConfig.from_dict({
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64,
+})  # fmt: skip
 DECODE = {
     Optimization.CACHE_WRITE: ("= dynamic_update_slice", False),
     Optimization.WINDOW_CACHE: ("[8,4,272,128]", True),  # 256 tokens and those that can be taken back
     Optimization.ROPE_PRODUCT: ("= split", False),
+    Optimization.FUSED_NORMS: ("= min ", True),
 }
 """What is in the program more often, or else less often, with an optimization than without it."""
 TRAINING = {
@@ -60,6 +70,7 @@ TRAINING = {
     Optimization.GRADIENT_RINGS: ("= ppermute", True),
     Optimization.VOCABULARY_LOSS: ("= sharding_constraint", True),
     Optimization.UNSET_GRADIENTS: ("= empty", True),
+    Optimization.ROPE_PRODUCT: ("= split", False),
 }
 
 
@@ -81,8 +92,9 @@ def program(task: str, *without: Optimization) -> str:
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("task", ["decode", "train"])
 def test_each_is_in_the_program_unless_it_is_left_out(task: str) -> None:
-    usual = program(task)
-    for one, (text, more) in (DECODE if task == "decode" else TRAINING).items():
+    usual, looked_for = program(task), DECODE if task == "decode" else TRAINING
+    assert looked_for.keys() == OF_PROGRAMS[task] - {Optimization.MESH_ORDER}
+    for one, (text, more) in looked_for.items():
         counts = [found.count(text) for found in (usual, program(task, one))]
         assert counts[0] > counts[1] if more else counts[0] < counts[1], (one, counts)
         assert text != "= ppermute" or counts[1] == 0, one
@@ -99,10 +111,6 @@ def test_devices_keep_their_order_where_the_order_of_a_mesh_is_left_out(monkeypa
         raise RequestError("that is enough")
 
     monkeypatch.setattr("ttpu_jax.aot.report.compile_for", stand_in)
-    config = ModelConfig.from_dict({
-        "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64,
-    })  # fmt: skip
     traced: list[frozenset[Optimization]] = []
 
     def counted(spec: Any, runtime: Runtime, *given: Any, **sizes: Any) -> Any:
@@ -112,15 +120,16 @@ def test_devices_keep_their_order_where_the_order_of_a_mesh_is_left_out(monkeypa
     monkeypatch.setattr("ttpu_jax.aot.report.inference_step", counted)
     for without in ((), "mesh_order"):
         with pytest.raises(RequestError, match="that is enough"):
-            compile_report(default_registry().architecture(config), "v5e:2x4", without=without)
+            compile_report(default_registry().architecture(LLAMA), "v5e:2x4", without=without)
     assert traced == [frozenset(), {Optimization.MESH_ORDER}]
     given = [device.id for device in tpu_topology("v5e:2x4").devices]
     assert found[1] == given and sorted(found[0]) == sorted(given) and found[0] != given
 
 
 @pytest.mark.parametrize("without", [(), ("mesh_order",)])
+@pytest.mark.parametrize("by", ["shorthand", "auto", "plan"])
 def test_a_loaded_model_is_asked_for_the_order_of_its_mesh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], by: str
 ) -> None:
     asked: list[bool] = []
 
@@ -129,8 +138,24 @@ def test_a_loaded_model_is_asked_for_the_order_of_its_mesh(
         return arrange(*given, by_links=by_links)
 
     monkeypatch.setattr("ttpu_jax.params.placement.arrange", stand_in)
-    AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path), parallelism_strategy="data=2", without=without)
+    path = llama_checkpoint(tmp_path)
+    given: dict[str, Any] = {"parallelism_strategy": "auto" if by == "auto" else "data=2"}
+    if by == "plan":
+        spec = default_registry().architecture(open_checkpoint(path).config).spec
+        given = {"plan": best_plan(spec, parse_topology("v5e:2x4"), Request(dtype="float32"))}
+    AutoModelForTPU.from_pretrained(path, without=without, **given)
     assert asked == [not without]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("without", [frozenset(), {Optimization.TRAINED_PRODUCTS}])
+def test_the_step_of_a_run_has_the_products_that_are_not_left_out(without: frozenset[Optimization]) -> None:
+    pytest.importorskip("libtpu")
+    placement = Placement(make_mesh(tpu_topology("v5e:2x2"), {"fsdp": 4}))
+    runtime = Runtime(placement, ropes=different_ropes(SPEC.layers), without=frozenset(without))
+    table = causal_model(SPEC, runtime, stacked=True).parameters
+    step = step_from_settings(StepSettings(), SPEC, runtime, {}, LLAMA, table, frozenset(table))
+    assert step.model.runtime.trains == (not without)
 
 
 def test_a_window_is_generated_the_same_from_a_whole_cache(tmp_path: Path) -> None:
@@ -183,6 +208,16 @@ def test_names_are_read_and_unknown_ones_refused() -> None:
         JaxLoadOptions(without="cache_write,rings")
     with pytest.raises(RequestError, match=r"without=3 was asked for, but it takes names"):
         JaxLoadOptions(without=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("task", "names"), [("decode", "unset_gradients"), ("prefill", "cache_write"), ("train", "window_cache")]
+)
+def test_a_report_refuses_what_its_program_does_not_have(task: Any, names: str) -> None:
+    architecture = default_registry().architecture(LLAMA)
+    with pytest.raises(RequestError, match=f"without={names} was asked for, but {task} programs .* mesh_order"):
+        compile_report(architecture, "v5e:2x4", task=task, without=f"mesh_order,{names}")
+    assert set.union(*map(set, OF_PROGRAMS.values())) == set(Optimization) - {Optimization.BFLOAT16_CACHE}
 
 
 def test_the_command_lists_them_all_and_leaves_out_what_is_named(

@@ -3,8 +3,9 @@ options of their own: attention, experts, the residual stream, recomputation, qu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from types import MappingProxyType
 
 from ttpu_core.errors import RequestError
 
@@ -17,7 +18,9 @@ class Optimization(StrEnum):
     WINDOW_CACHE = "window_cache"
     """A layer whose queries see a window keeps only the window in a contiguous cache."""
     ROPE_PRODUCT = "rope_product"
-    """On a TPU one product rotates the queries, keys and values of a decode step."""
+    """On a TPU a product rotates queries and keys, in a decode step both and the values at once."""
+    FUSED_NORMS = "fused_norms"
+    """On a TPU the root of a norm is computed within the operation that reads the norm, but to train."""
     BFLOAT16_CACHE = "bfloat16_cache"
     """A CPU with instructions for bfloat16 keeps keys and values of a bfloat16 model in bfloat16."""
     MESH_ORDER = "mesh_order"
@@ -30,6 +33,41 @@ class Optimization(StrEnum):
     """Devices that share the head divide the vocabulary of the loss."""
     UNSET_GRADIENTS = "unset_gradients"
     """Gradients of layers begin with unset memory, or with that of activations that are no longer needed."""
+
+
+OF_PROGRAMS: Mapping[str, frozenset[Optimization]] = MappingProxyType({
+    "decode": frozenset({
+        Optimization.CACHE_WRITE, Optimization.WINDOW_CACHE, Optimization.ROPE_PRODUCT, Optimization.FUSED_NORMS,
+        Optimization.MESH_ORDER,
+    }),
+    "prefill": frozenset({
+        Optimization.WINDOW_CACHE, Optimization.ROPE_PRODUCT, Optimization.FUSED_NORMS, Optimization.MESH_ORDER,
+    }),
+    "train": frozenset({
+        Optimization.TRAINED_PRODUCTS, Optimization.GRADIENT_RINGS, Optimization.VOCABULARY_LOSS,
+        Optimization.UNSET_GRADIENTS, Optimization.ROPE_PRODUCT, Optimization.MESH_ORDER,
+    }),
+})  # fmt: skip
+"""What a program for TPUs can have, by its task."""
+
+
+def left_out_of(task: str, names: str | Iterable[str]) -> frozenset[Optimization]:
+    """The optimizations that a program of a task for TPUs is compiled without.
+
+    Args:
+        task: decode, prefill or train.
+        names: as for `read_without`.
+
+    Raises:
+        RequestError: an unknown name, or one that changes no program of this task.
+    """
+    left_out, has = read_without(names), OF_PROGRAMS[task]
+    if others := sorted(left_out - has):
+        raise RequestError(
+            f"without={','.join(others)} was asked for, but {task} programs for TPUs do not have that: write some of "
+            f"{', '.join(sorted(has))}."
+        )
+    return left_out
 
 
 def read_without(names: str | Iterable[str]) -> frozenset[Optimization]:

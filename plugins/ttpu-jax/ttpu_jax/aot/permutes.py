@@ -1,31 +1,41 @@
-"""Which way a collective permute sends along the rings of its mesh axis, and how far."""
+"""Which links a collective permute uses, and how many of its messages share one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
+
+from ttpu_core.sharding.torus import Route, Torus
 
 from .hlo import Instruction
 
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _PAIR = re.compile(r"\{(\d+),(\d+)\}")
+_FORWARD, _BACKWARD = "forward", "backward"
 
 
-def hops(permute: Instruction) -> int:
-    """Return how many links the farthest data of a collective permute cross; negative where all go backward.
+def route(permute: Instruction, torus: Torus | None) -> Route:
+    """What a collective permute uses of the interconnect.
 
-    Devices that send to one another, in a circle or a chain, are taken to lie in the order of their numbers on a ring
-    that closes, as devices along a mesh axis do. 0 where directions differ, as where two devices change data: then
-    both directions of the links are in use. An instruction without pairs counts as one hop forward.
+    Args:
+        permute: the instruction. Without pairs it counts as one hop forward.
+        torus: the slice's interconnect, with the program's devices in their order. None takes devices that send to one
+            another, in a circle or a chain, to lie in the order of their numbers on a ring that closes, and the links
+            of all rings in one direction to be used together.
     """
     found = _PAIRS.search(permute.attributes)
-    pairs = {int(source): int(target) for source, target in _PAIR.findall(found[1])} if found else {}
-    steps = [step for ring in _rings(pairs) for step in _steps(ring, pairs)]
-    if not steps:
-        return 1
-    if min(steps) < 0 < max(steps):
-        return 0
-    return max(steps, key=abs)
+    return _route(found[1] if found else "", torus)
+
+
+@lru_cache(maxsize=256)
+def _route(listed: str, torus: Torus | None) -> Route:
+    pairs = {int(source): int(target) for source, target in _PAIR.findall(listed)}
+    if torus is not None and pairs:
+        return torus.route(pairs.items())
+    steps = [step for ring in _rings(pairs) for step in _steps(ring, pairs)] or [1]
+    hops = max(map(abs, steps))
+    return Route(hops, hops, frozenset(_FORWARD if step > 0 else _BACKWARD for step in steps))
 
 
 def _rings(pairs: dict[int, int]) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ negative."""
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, permute_seconds
@@ -28,7 +28,7 @@ from .hlo import (
     replica_groups,
 )
 from .kernels import flops_rate, known_cost, vector_rate
-from .permutes import hops
+from .permutes import route
 from .topology import Chip, chip_named
 
 __all__ = ["HOP_SECONDS", "Breakdown", "InstructionCost", "PartCost", "ScheduleEstimate", "Unmodelled", "estimate"]
@@ -135,7 +135,7 @@ def estimate(
 
     Args:
         torus: the slice's interconnect, with the program's devices in their order; None takes an all-to-all as one
-            around a ring.
+            around a ring, and devices that send to one another as neighbours on rings.
         kernels: seconds of one execution of kernels, by their names without a number.
 
     Raises:
@@ -201,13 +201,12 @@ class _Ledger:
 @dataclass(slots=True)
 class _Clocks:
     """Seconds since a computation began: the core's clock, and the times at which queued copies and collectives
-    finish. Each direction of the links has a clock: permutes that send opposite ways go on at once."""
+    finish. Permutes that use different links, such as those that send opposite ways, go on at once."""
 
     made: Mapping[str, Instruction]
     core: float = 0.0
     copies: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
+    busy: dict[frozenset[Hashable] | None, float] = field(default_factory=dict)  # links → time; None: all of them
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
     # Collectives that have no "done" and have not been used, by the names under which their results go.
     named: dict[str, Instruction] = field(default_factory=dict)
@@ -232,14 +231,10 @@ class _Clocks:
             self.ready[name] += min(in_hbm, self.ready[name] - begun)
         self.copies += both
 
-    def queue_collective(self, name: str, seconds: float, direction: int = 0) -> None:
-        """`direction` is above or below 0 for what goes one way, and 0 for what needs both."""
-        busy = max((self.forward if direction >= 0 else 0.0), (self.backward if direction <= 0 else 0.0))
-        self.ready[name] = max(busy, self.core) + seconds
-        if direction >= 0:
-            self.forward = self.ready[name]
-        if direction <= 0:
-            self.backward = self.ready[name]
+    def queue_collective(self, name: str, seconds: float, links: frozenset[Hashable] | None = None) -> None:
+        """Start a collective when the links that it uses are free. `links` None is all links."""
+        shared = (at for used, at in self.busy.items() if used is None or links is None or not used.isdisjoint(links))
+        self.busy[links] = self.ready[name] = max(self.core, *shared, 0.0) + seconds
 
     def wait_until(self, moment: float) -> float:
         """Advance the core to `moment` if that is later. Returns the waiting time."""
@@ -254,7 +249,7 @@ class _Walk:
 
     module: Module
     chip: Chip
-    torus: Torus | None = None  # None: an all-to-all goes around a ring
+    torus: Torus | None = None  # None: all-to-alls and permutes go around rings
     kernels: Mapping[str, float] | None = None  # None: they take no time
     traffic: Traffic | None = None  # None: HBM's bandwidth is not shared, and kernels take their least time
 
@@ -395,7 +390,7 @@ class _Walk:
         if fusion.name.startswith("async-collective-start"):
             self._in_background(fusion, self._inner_seconds(fusion) or 0.0, clocks, count, ledger)
         elif fusion.name.startswith("async-collective-done"):
-            ledger.add("collective_wait", fusion, clocks.wait_until(max(clocks.forward, clocks.backward)) * count)
+            ledger.add("collective_wait", fusion, clocks.wait_until(max(clocks.busy.values(), default=0.0)) * count)
         elif (fused := fused_collective(self.module, fusion)) and (
             cycles is None or "all-reduce-scatter" in (self.module.callee(fusion) or "")
         ):
@@ -415,7 +410,7 @@ class _Walk:
         self, start: Instruction, seconds: float, clocks: _Clocks, count: int, ledger: _Ledger
     ) -> None:
         permutes = start.collective_op == "collective-permute"
-        clocks.queue_collective(start.name, seconds, hops(start) if permutes else 0)
+        clocks.queue_collective(start.name, seconds, route(start, self.torus).links if permutes else None)
         ledger.add("collective_in_background", start, seconds * count)
 
     def _inner_seconds(self, caller: Instruction) -> float | None:
@@ -426,8 +421,9 @@ class _Walk:
 
     def _seconds(self, op: str, result_bytes: int, collective: Instruction, axes: int) -> float:
         if op == "collective-permute":
-            links = max(1, abs(hops(collective)))
-            return permute_seconds(result_bytes, self.chip.ici_bytes_per_second, links)
+            way = route(collective, self.torus)
+            hops, messages = way.hops or 1, way.messages or 1.0  # devices of one chip count as a link apart
+            return permute_seconds(result_bytes, self.chip.ici_bytes_per_second, hops, messages)
         groups = replica_groups(collective.attributes) if op in _ALL_TO_ALL else None
         if self.torus is not None and groups is not None:
             return self.torus.all_to_all_seconds(result_bytes, groups)

@@ -151,7 +151,8 @@ def compile_report(
         typer.Option(
             metavar="NAMES",
             help="Optimizations to leave out, for comparison, with commas between them: cache_write, window_cache, "
-            "rope_product, mesh_order; to train, trained_products, gradient_rings, vocabulary_loss, unset_gradients.",
+            "rope_product, fused_norms, mesh_order; to train, rope_product, mesh_order, trained_products, "
+            "gradient_rings, vocabulary_loss, unset_gradients.",
         ),
     ] = "",
     explain: Annotated[

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -46,14 +48,15 @@ class Attention(nnx.Module):
         # Statistics over all heads run over the axes (kv_heads, q_per_kv, head_dim) of queries, one fewer of keys.
         over_q, over_k = (3, 2) if spec.qk_norm_scope == "full" else (1, 1)
         of_q, of_k = spec.norm_features or (None, None)
-        self.q_norm = Norm(spec.q_norm, values.at("q_norm"), over_q, of_q) if spec.q_norm else None
-        self.k_norm = Norm(spec.k_norm, values.at("k_norm"), over_k, of_k) if spec.k_norm and own_keys else None
-        self.v_norm = Norm(spec.v_norm, values.at("v_norm")) if spec.v_norm and own_keys else None
+        norm = partial(Norm, by_feature=runtime.fuses_norms)
+        self.q_norm = norm(spec.q_norm, values.at("q_norm"), over_q, of_q) if spec.q_norm else None
+        self.k_norm = norm(spec.k_norm, values.at("k_norm"), over_k, of_k) if spec.k_norm and own_keys else None
+        self.v_norm = norm(spec.v_norm, values.at("v_norm")) if spec.v_norm and own_keys else None
         self.sinks = values.get("sinks")
         lambdas = values.at("lambda")
         self.lambda_query, self.lambda_key = lambdas.get("query"), lambdas.get("key")
-        self.map_norm = Norm(spec.differential.norm, values.at("map_norm")) if spec.differential else None
-        self.output_norm = Norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
+        self.map_norm = norm(spec.differential.norm, values.at("map_norm")) if spec.differential else None
+        self.output_norm = norm(spec.output_norm, values.at("output_norm"), 3) if spec.output_norm else None
         self.output = Linear(values.at("output"), runtime, saved_as=ATTENTION)
 
     @part(Part.PROJECTIONS)

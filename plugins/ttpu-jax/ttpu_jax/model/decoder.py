@@ -87,7 +87,8 @@ class Decoder(nnx.Module):
             (custom_block if layer.block.custom else DecoderLayer)(layer, values.of_layer(path, layer), runtime)
             for path, layer in _layer_paths(spec, stacked=stacked)
         )
-        self.final_norm = Norm(spec.final_norm, values.at("final_norm")) if spec.final_norm else None
+        final, fuses = spec.final_norm, runtime.fuses_norms
+        self.final_norm = Norm(final, values.at("final_norm"), by_feature=fuses) if final else None
         projected = spec.embedding.table_features is not None
         self.final_projection = Linear(values.at("final_projection"), runtime) if projected else None
         self.head = Head(spec.head, values.at("head"), runtime)

@@ -6,6 +6,8 @@ keeps the latents, which all heads share as keys and values (the "absorbed" form
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -39,15 +41,15 @@ class LatentAttention(CachingMixer):
             v_head_dim=spec.v_head_dim,
             scale=spec.scale,
         )
-        norm, short = spec.norm, spec.q_lora_rank is not None
+        norm, short = partial(Norm, spec.norm, by_feature=runtime.fuses_norms), spec.q_lora_rank is not None
 
         def linear(name: str) -> Linear:
             return Linear(values.at(name), runtime, saved_as=ATTENTION)
 
         self.query_down = linear("query_down") if short else None
-        self.query_norm = Norm(norm, values.at("query_norm")) if short else None
+        self.query_norm = norm(values.at("query_norm")) if short else None
         self.query = linear("query_up" if short else "query")
-        self.kv_down, self.kv_norm = linear("kv_down"), Norm(norm, values.at("kv_norm"))
+        self.kv_down, self.kv_norm = linear("kv_down"), norm(values.at("kv_norm"))
         self.key_up, self.value_up = linear("key_up"), linear("value_up")
         self.output = linear("output")
 

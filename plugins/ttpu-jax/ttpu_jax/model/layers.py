@@ -41,7 +41,7 @@ class DecoderLayer(nnx.Module):
         present = norm_names(spec)
 
         def norm(name: str) -> Norm | None:
-            return Norm(spec.norm, values.at(name)) if name in present else None
+            return Norm(spec.norm, values.at(name), by_feature=runtime.fuses_norms) if name in present else None
 
         self.input_norm, self.post_attention_norm = norm("input_norm"), norm("post_attention_norm")
         self.mlp_norm, self.post_mlp_norm = norm("mlp_norm"), norm("post_mlp_norm")

@@ -73,6 +73,11 @@ class Runtime:
         return self.placement.platform == "tpu" and Optimization.ROPE_PRODUCT not in self.without
 
     @property
+    def fuses_norms(self) -> bool:
+        """Whether norms compute the root for each feature (`ttpu_jax.ops.norm.normalize`): on TPUs, but to train."""
+        return self.placement.platform == "tpu" and not self.trains and Optimization.FUSED_NORMS not in self.without
+
+    @property
     def has_trained_products(self) -> bool:
         """Whether products of a training step are those of `ttpu_jax.ops.matmul.trained`: on TPUs."""
         return self.placement.platform == "tpu" and Optimization.TRAINED_PRODUCTS not in self.without
@@ -194,17 +199,27 @@ Stream = jax.Array | WithShortcut
 
 class Norm(nnx.Module):
     """Normalisation with its own scale and bias; the statistics run over the last `over` axes, and over `features` of
-    what is there if some of it is padding."""
+    what is there if some of it is padding. `by_feature`: see `ttpu_jax.ops.norm.normalize`."""
 
-    def __init__(self, spec: NormSpec, values: Parameters, over: int = 1, features: int | None = None) -> None:
-        self.spec, self.over, self.features = spec, over, features
+    def __init__(
+        self,
+        spec: NormSpec,
+        values: Parameters,
+        over: int = 1,
+        features: int | None = None,
+        *,
+        by_feature: bool = False,
+    ) -> None:
+        self.spec, self.over, self.features, self.by_feature = spec, over, features, by_feature
         self.scale, self.bias = values.get("scale"), values.get("bias")
 
     @part(Part.NORM)
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., features]: the same shape."""
         scale, bias = value_of(self.scale), value_of(self.bias)
-        return normalize(x, self.spec, scale, bias, axes=self.over, features=self.features)
+        return normalize(
+            x, self.spec, scale, bias, axes=self.over, features=self.features, by_feature=self.by_feature
+        )
 
     def is_like(self, other: Norm) -> bool:
         """Whether both norms do the same with the features of a single head, but for the values of scale and bias."""
@@ -224,7 +239,7 @@ class Norm(nnx.Module):
                 (value_of(self.bias), value_of(other.bias)),
             )
         )
-        return normalize(x, self.spec, scale, bias, features=self.features)
+        return normalize(x, self.spec, scale, bias, features=self.features, by_feature=self.by_feature)
 
 
 class Linear(nnx.Module):
@@ -327,7 +342,8 @@ class MLP(nnx.Module):
         else:
             self.up = Linear(values.at("up"), runtime)
         self.xielu = XIELU(values.at("activation")) if spec.activation.name == "xielu" else None
-        self.inner_norm = Norm(spec.inner_norm, values.at("inner_norm")) if spec.inner_norm else None
+        inner, fuses = spec.inner_norm, runtime.fuses_norms
+        self.inner_norm = Norm(inner, values.at("inner_norm"), by_feature=fuses) if inner else None
         self.down = Linear(values.at("down"), runtime)
 
     @part(Part.MLP)
