@@ -71,7 +71,7 @@ class Torus:
     def busiest_link(self, groups: Iterable[Sequence[int]]) -> float:
         """How many messages cross the busiest link in one direction, if each device sends one to each other device of
         its group, by the ways of `route`."""
-        loads, _ = self._loads(pair for group in groups for pair in product(group, repeat=2))
+        loads, _ = self._loads(pair for group in groups for pair in product(group, group))
         return max(loads.values(), default=0)
 
     def _loads(self, pairs: Iterable[tuple[int, int]]) -> tuple[Mapping[Link, float], int]:
