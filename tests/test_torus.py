@@ -89,10 +89,14 @@ def test_a_ring_that_closes_sends_the_shorter_way(step: int, messages: float, ho
     assert len(ring.links) == (16 if step == 4 else 8)
 
 
-def test_devices_of_one_chip_send_over_no_link() -> None:
+def test_devices_of_one_chip_send_over_a_link_of_its_own() -> None:
     pairs = Torus(((0,), (0,), (1,), (1,)), (2,), (False,), 45e9)
-    assert pairs.route([(0, 1), (1, 0)]) == Route(0, 0, frozenset())
-    assert pairs.route([(0, 1), (1, 2), (2, 3), (3, 0)]).messages == 1
+    there, back = pairs.route([(0, 1), (2, 3)]), pairs.route([(1, 0), (3, 2)])
+    assert there == Route(1, 1, frozenset({((0,), -1, 1), ((1,), -1, 1)}))
+    assert there.links.isdisjoint(back.links)
+    around = pairs.route([(0, 1), (1, 2), (2, 3), (3, 0)])
+    assert (around.messages, around.hops, len(around.links)) == (1, 1, 4)
+    assert pairs.route([(0, 0), (1, 1)]) == Route(0, 0, frozenset())
 
 
 def test_messages_share_a_link_that_all_cross() -> None:

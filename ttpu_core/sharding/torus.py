@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -12,7 +12,7 @@ from ttpu_core.sharding.links import HOP_SECONDS
 
 Place = tuple[int, ...]
 Link = tuple[Place, int, int]
-"""A link in one direction: the place before it, its dimension, and 1 or -1."""
+"""A link in one direction: the place before it, its dimension (-1 within a chip), and 1 or -1."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,15 @@ class Torus:
 
     def route(self, pairs: Iterable[tuple[int, int]]) -> Route:
         """The way of messages between pairs of devices, source first, that are sent at once. A message takes the
-        shortest way, one dimension after the other; half of those with two shortest ways take each."""
-        loads, hops = self._loads(pairs)
+        shortest way, one dimension after the other; half of those with two shortest ways take each. Devices of one chip
+        count as a link apart, which is the chip's own."""
+        given = list(pairs)
+        loads, hops = self._loads(given)
+        for source, destination in given:
+            if source != destination and self.places[source] == self.places[destination]:
+                own = self.places[source], -1, 1 if source < destination else -1
+                loads[own] += 1
+                hops = max(hops, 1)
         return Route(max(loads.values(), default=0), hops, frozenset(loads))
 
     def busiest_link(self, groups: Iterable[Sequence[int]]) -> float:
@@ -74,7 +81,7 @@ class Torus:
         loads, _ = self._loads(pair for group in groups for pair in product(group, group))
         return max(loads.values(), default=0)
 
-    def _loads(self, pairs: Iterable[tuple[int, int]]) -> tuple[Mapping[Link, float], int]:
+    def _loads(self, pairs: Iterable[tuple[int, int]]) -> tuple[defaultdict[Link, float], int]:
         """The messages on each link, and the links that a message crosses at most."""
         loads: defaultdict[Link, float] = defaultdict(float)
         farthest = 0.0

@@ -81,7 +81,9 @@ def test_permutes_of_other_rows_go_on_at_once() -> None:
 
 def test_devices_of_one_chip_count_as_a_link_apart() -> None:
     chip = Torus(((0,), (0,)), (1,), (False,), LINK)
-    assert seconds(started("s", [(0, 1), (1, 0)]), done("s"), torus=chip) == pytest.approx(ONE)
+    first, second = started("first", [(0, 1), (1, 0)]), started("second", [(0, 1), (1, 0)])
+    assert seconds(first, done("first"), torus=chip) == pytest.approx(ONE)
+    assert seconds(first, second, done("first"), done("second"), torus=chip) == pytest.approx(2 * ONE)
 
 
 def test_permutes_that_send_opposite_ways_go_on_at_once() -> None:

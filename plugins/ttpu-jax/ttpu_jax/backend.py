@@ -353,7 +353,13 @@ class JaxBackend:
         check_layer_run(spec, pad_for(spec, placement)[0], placement)
         platform, sequence = placement.platform, placement.axes_of(axes.SEQUENCE)
         attention = attention_choice(spec, options.attn_implementation or "auto", platform, None, sequence)
-        runtime = Runtime(placement, attention.name, different_ropes(spec.layers), attention.options)
+        runtime = Runtime(
+            placement,
+            attention.name,
+            different_ropes(spec.layers),
+            attention.options,
+            without=frozenset({Optimization.FUSED_NORMS}),  # layers are differentiated
+        )
         return LayerRun(spec, runtime, params, tokens, np.dtype(dtype))
 
     def options_beside(self, model: JaxCausalLM) -> JaxLoadOptions:

@@ -20,7 +20,7 @@ class Optimization(StrEnum):
     ROPE_PRODUCT = "rope_product"
     """On a TPU a product rotates queries and keys, in a decode step both and the values at once."""
     FUSED_NORMS = "fused_norms"
-    """On a TPU the root of a norm is computed within the operation that reads the norm, but to train."""
+    """On a TPU the root of a norm is computed within the operation that reads the norm, except in training."""
     BFLOAT16_CACHE = "bfloat16_cache"
     """A CPU with instructions for bfloat16 keeps keys and values of a bfloat16 model in bfloat16."""
     MESH_ORDER = "mesh_order"
@@ -64,7 +64,7 @@ def left_out_of(task: str, names: str | Iterable[str]) -> frozenset[Optimization
     left_out, has = read_without(names), OF_PROGRAMS[task]
     if others := sorted(left_out - has):
         raise RequestError(
-            f"without={','.join(others)} was asked for, but {task} programs for TPUs do not have that: write some of "
+            f"without={','.join(others)} was asked for, but {task} programs for TPUs do not have it: write some of "
             f"{', '.join(sorted(has))}."
         )
     return left_out

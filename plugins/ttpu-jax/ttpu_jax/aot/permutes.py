@@ -28,7 +28,7 @@ def route(permute: Instruction, torus: Torus | None) -> Route:
     return _route(found[1] if found else "", torus)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _route(listed: str, torus: Torus | None) -> Route:
     pairs = {int(source): int(target) for source, target in _PAIR.findall(listed)}
     if torus is not None and pairs:

@@ -2,10 +2,10 @@
 spent on.
 
 The compiler writes its own cycle estimate on nearly every fusion. The estimate walks the schedule with one clock for
-the core, one for the queue of asynchronous copies and one for the interconnect, and multiplies loops by their trip
-counts. Compared with rooflines, large products reach 70 to 90 %: the estimate ranks programs, but is not an absolute
-time. `Compiled.cost_analysis()["optimal_seconds"]` is not an alternative: it counts loop bodies once and can be
-negative."""
+the core, one for the queue of asynchronous copies and one for each set of links that collectives use, and multiplies
+loops by their trip counts. Compared with rooflines, large products reach 70 to 90 %: the estimate ranks programs, but
+is not an absolute time. `Compiled.cost_analysis()["optimal_seconds"]` is not an alternative: it counts loop bodies once
+and can be negative."""
 
 import re
 from collections import defaultdict
@@ -422,8 +422,7 @@ class _Walk:
     def _seconds(self, op: str, result_bytes: int, collective: Instruction, axes: int) -> float:
         if op == "collective-permute":
             way = route(collective, self.torus)
-            hops, messages = way.hops or 1, way.messages or 1.0  # devices of one chip count as a link apart
-            return permute_seconds(result_bytes, self.chip.ici_bytes_per_second, hops, messages)
+            return permute_seconds(result_bytes, self.chip.ici_bytes_per_second, way.hops, way.messages)
         groups = replica_groups(collective.attributes) if op in _ALL_TO_ALL else None
         if self.torus is not None and groups is not None:
             return self.torus.all_to_all_seconds(result_bytes, groups)

@@ -5,7 +5,7 @@ may overwrite."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -117,7 +117,7 @@ def train_step(
     """
     placement = runtime.placement
     spec, paddings = pad_for(spec, placement)
-    runtime = replace(runtime, trains=runtime.has_trained_products)
+    runtime = runtime.in_training()
     model = causal_model(spec, runtime, stacked=stacked, remat=remat)
     step = TrainStep(model, dtype, paddings, optimizer=optimizer or adamw())
     params = abstract_parameters(model.parameters, placement, np.dtype(ADAMW.master_dtype))

@@ -150,8 +150,8 @@ def compile_report(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Optimizations to leave out, for comparison, with commas between them: cache_write, window_cache, "
-            "rope_product, fused_norms, mesh_order; to train, rope_product, mesh_order, trained_products, "
+            help="Optimizations to leave out, for comparison, with commas between them: rope_product and mesh_order; "
+            "of decode and prefill window_cache and fused_norms; of decode cache_write; of training trained_products, "
             "gradient_rings, vocabulary_loss, unset_gradients.",
         ),
     ] = "",

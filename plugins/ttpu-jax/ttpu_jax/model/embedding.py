@@ -36,7 +36,7 @@ class Embedding(nnx.Module):
         self.embedding = values["embedding"]
         self.table_projection = None if spec.table_features is None else Linear(values.at("projection"), runtime)
         self.positions = values.get("positions")
-        self.norm = Norm(spec.norm, values.at("norm")) if spec.norm else None
+        self.norm = Norm(spec.norm, values.at("norm"), by_feature=runtime.fuses_norms) if spec.norm else None
 
     def __call__(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Embed tokens [batch, seq] at positions [batch, seq].

@@ -74,8 +74,15 @@ class Runtime:
 
     @property
     def fuses_norms(self) -> bool:
-        """Whether norms compute the root for each feature (`ttpu_jax.ops.norm.normalize`): on TPUs, but to train."""
-        return self.placement.platform == "tpu" and not self.trains and Optimization.FUSED_NORMS not in self.without
+        """Whether norms compute the root for each feature (`ttpu_jax.ops.norm.normalize`): on TPUs, except in training.
+        """
+        return self.placement.platform == "tpu" and Optimization.FUSED_NORMS not in self.without
+
+    def in_training(self) -> Runtime:
+        """This runtime for a training step, which has products of its own, and no fused norms: their backward pass
+        would compute with the root of each feature."""
+        without = self.without | {Optimization.FUSED_NORMS}
+        return replace(self, trains=self.has_trained_products, without=without)
 
     @property
     def has_trained_products(self) -> bool:
@@ -198,8 +205,15 @@ Stream = jax.Array | WithShortcut
 
 
 class Norm(nnx.Module):
-    """Normalisation with its own scale and bias; the statistics run over the last `over` axes, and over `features` of
-    what is there if some of it is padding. `by_feature`: see `ttpu_jax.ops.norm.normalize`."""
+    """Normalisation with its own scale and bias.
+
+    Args:
+        spec: the kind of norm.
+        values: of the norm, scale and bias or neither.
+        over: number of trailing axes over which statistics run.
+        features: how many of what is there they count, if some of it is padding.
+        by_feature: see `ttpu_jax.ops.norm.normalize`.
+    """
 
     def __init__(
         self,

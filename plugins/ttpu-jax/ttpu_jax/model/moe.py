@@ -50,7 +50,8 @@ class Router(nnx.Module):
         self.spec, self.runtime = spec, runtime
         self.kernel, self.bias = values["kernel"], values.get("bias")
         self.correction_bias, self.expert_scale = values.get("correction_bias"), values.get("expert_scale")
-        self.norm = Norm(spec.router.norm, values.at("norm")) if spec.router.norm else None
+        norm, fuses = spec.router.norm, runtime.fuses_norms
+        self.norm = Norm(norm, values.at("norm"), by_feature=fuses) if norm else None
         self.scale = values.get("scale")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

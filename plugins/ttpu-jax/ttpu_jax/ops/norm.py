@@ -33,8 +33,8 @@ def normalize(
         axes: number of trailing axes over which statistics are computed.
         features: divisor of the mean square if some features are padding; None counts all features.
         by_feature: compute the root for each feature in place of once for each row. XLA:TPU does that within the
-            operation that reads the result, where a root for each row is an operation of its own; the result is the
-            same to the last bit.
+            operation that reads the result, where a root for each row is an operation of its own. The values are the
+            same.
     """
     if spec.kind == "none":
         return x

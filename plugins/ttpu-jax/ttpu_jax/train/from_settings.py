@@ -83,8 +83,7 @@ def step_from_settings(
     platform = runtime.placement.platform
     usual = "float32" if platform == "cpu" else "bfloat16"
     dtype = model_dtype(usual if settings.compute_dtype == "auto" else settings.compute_dtype, platform=platform)
-    trains = runtime.has_trained_products
-    runtime = replace(runtime, placement=zero.weights, dtype=dtype, stream="whole", trains=trains)
+    runtime = replace(runtime.in_training(), placement=zero.weights, dtype=dtype, stream="whole")
     remat = cast("Recomputation", "full" if settings.remat == "auto" else settings.remat)
     model = causal_model(spec, runtime, stacked=True, remat=remat)
     loss = settings_for(settings.loss, config)
