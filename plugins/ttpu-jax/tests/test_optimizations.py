@@ -38,7 +38,7 @@ from ttpu_jax.model import causal_model as causal_models
 from ttpu_jax.model.causal_model import cache_dtype, causal_model
 from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
-from ttpu_jax.optimizations import OF_PROGRAMS, Optimization, read_without
+from ttpu_jax.optimizations import OF_PROGRAMS, Optimization, left_out_by, read_without
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.mesh import arrange
 from ttpu_jax.params.placement import Placement, local_placement
@@ -221,6 +221,12 @@ def test_a_report_refuses_what_its_program_does_not_have(task: Any, names: str) 
     assert set.union(*map(set, OF_PROGRAMS.values())) == set(Optimization) - {Optimization.BFLOAT16_CACHE}
 
 
+def test_each_program_leaves_out_what_it_has() -> None:
+    fused, written = Optimization.FUSED_NORMS, Optimization.CACHE_WRITE
+    found = left_out_by(["decode", "prefill"], "cache_write,fused_norms")
+    assert found == {"decode": {written, fused}, "prefill": {fused}}
+
+
 def test_the_command_lists_them_all_and_leaves_out_what_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,9 +240,11 @@ def test_the_command_lists_them_all_and_leaves_out_what_is_named(
     app = typer.Typer()
     app.command()(command)
     path = llama_checkpoint(tmp_path)
-    for given in ((), ("--without", "cache_write")):
+    for given in ((), ("--without", "cache_write"), ("--task", "prefill", "--without", "rope_product")):
         CliRunner().invoke(app, [str(path), "--topology", "v5e:1x1", *given])
-    assert found == ["", "cache_write"]
+    refused = CliRunner().invoke(app, [str(path), "--topology", "v5e:1x1", "--without", "unset_gradients"])
+    assert found == ["", "cache_write", "rope_product"]
+    assert "decode and prefill programs for TPUs do not have it" in str(refused.exception)
     told = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     of_tpus = set(Optimization) - {Optimization.BFLOAT16_CACHE}
     assert not [one for one in of_tpus if one not in told]

@@ -3,7 +3,7 @@ options of their own: attention, experts, the residual stream, recomputation, qu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -51,23 +51,23 @@ OF_PROGRAMS: Mapping[str, frozenset[Optimization]] = MappingProxyType({
 """What a program for TPUs can have, by its task."""
 
 
-def left_out_of(task: str, names: str | Iterable[str]) -> frozenset[Optimization]:
-    """The optimizations that a program of a task for TPUs is compiled without.
+def left_out_by(tasks: Sequence[str], names: str | Iterable[str]) -> dict[str, frozenset[Optimization]]:
+    """The optimizations that the program of each task is compiled without, for TPUs: those of `names` that it has.
 
     Args:
-        task: decode, prefill or train.
+        tasks: each is decode, prefill or train.
         names: as for `read_without`.
 
     Raises:
-        RequestError: an unknown name, or one that changes no program of this task.
+        RequestError: an unknown name, or one that changes no program of these tasks.
     """
-    left_out, has = read_without(names), OF_PROGRAMS[task]
+    left_out, has = read_without(names), frozenset[Optimization]().union(*(OF_PROGRAMS[task] for task in tasks))
     if others := sorted(left_out - has):
         raise RequestError(
-            f"without={','.join(others)} was asked for, but {task} programs for TPUs do not have it: write some of "
-            f"{', '.join(sorted(has))}."
+            f"without={','.join(others)} was asked for, but {' and '.join(tasks)} programs for TPUs do not have it: "
+            f"write some of {', '.join(sorted(has))}."
         )
-    return left_out
+    return {task: left_out & OF_PROGRAMS[task] for task in tasks}
 
 
 def read_without(names: str | Iterable[str]) -> frozenset[Optimization]:

@@ -33,7 +33,7 @@ from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.matmul.rings import StreamForm
-from ttpu_jax.optimizations import Optimization, left_out_of
+from ttpu_jax.optimizations import Optimization, left_out_by
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement, device_bytes
 
@@ -205,7 +205,7 @@ def compile_report(
             f"a {task} program for a batch of {batch} with {context} slots was asked for, but both must be at least 1: "
             "raise them."
         )
-    left_out = left_out_of(task, without)
+    left_out = left_out_by([task], without)[task]
     config = None if quantization is None else QuantizationConfig.read(quantization)
     spec = quantize_architecture(architecture, config).spec
     check_supported(spec)

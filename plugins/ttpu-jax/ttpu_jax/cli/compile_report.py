@@ -184,6 +184,7 @@ def compile_report(
     from ttpu_core.errors import RequestError
     from ttpu_core.pictures import check_picture
     from ttpu_core.sharding.parallelism import parse_mesh
+    from ttpu_jax.optimizations import left_out_by
 
     if picture is not None:
         check_picture(picture)
@@ -212,12 +213,14 @@ def compile_report(
         wanted.append(("prefill", 1, prefill))
     if task is TaskChoice.train:
         wanted.append(("train", batch, context))
+    left_out = left_out_by([program for program, *_ in wanted], without)
     reports = []
     layout = {} if plan else {"mesh": axes}
     for name in topology:
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
-                reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, **layout))
+                given = {"without": ",".join(sorted(left_out[program]))} if without else {}
+                reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, **layout, **given))
     if as_json:
         programs = [_as_json(one) for one in reports]
         print_json({"checkpoint": checkpoint, "described": described, "note": NOTE, "programs": programs})
