@@ -13,6 +13,9 @@ FEATURES = (axes.EMBED, axes.LATENT)
 TILE_ROWS = 16
 """Rows of a tile of two-byte numbers in a TPU's memory."""
 
+LANES = 128
+"""Numbers in a row of a tile in a TPU's memory."""
+
 
 def shared_dimension(
     logical: Sequence[str | None], shape: Sequence[int], ways: Sequence[int], devices: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.sharding.shares import shared_dimension
+from ttpu_core.sharding.shares import LANES, shared_dimension
 from ttpu_core.spec import axes
 
 STAGE = "stage"
@@ -31,7 +31,8 @@ class Strategy:
         self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int], name: str
     ) -> tuple[MeshAxes, ...]:
         """The mesh axes that shard each dimension; () for a dimension that every device holds whole. Mesh axes of
-        size 1 are omitted. What shards features shards another dimension of experts' kernels, see `shared_dimension`.
+        size 1 are omitted. What shards features shards another dimension of experts' kernels, see `shared_dimension`,
+        and what shards the vocabulary shards the features of a table that is only looked up, see `_of_looked_up`.
 
         Args:
             logical: the logical axis of each dimension.
@@ -65,6 +66,8 @@ class Strategy:
     ) -> dict[str, MeshAxes]:
         """The rules for an array of these logical axes."""
         table = dict(self.rules)
+        if axes.LOOKED_UP in logical and axes.LOOKED_UP not in table:
+            return self._of_looked_up(logical, shape, mesh)
         if axes.EXPERT not in logical or axes.EMBED not in logical:
             return table
         others = {mesh_axis for axis in logical if axis != axes.EMBED for mesh_axis in table.get(axis or "", ())}
@@ -76,6 +79,23 @@ class Strategy:
         if not sharing or instead is None or instead == axes.EMBED:
             return table
         return {**rest, instead: (*rest.get(instead, ()), *sharing)}
+
+    def _of_looked_up(
+        self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int]
+    ) -> dict[str, MeshAxes]:
+        """The rules for a table in which tokens are looked up, and which no head multiplies by.
+
+        What shards the vocabulary shards its features, so that devices exchange the parts of rows that they have, and
+        not sums of whole rows of which all but one are zero. Without whole lanes of features for each device the rows
+        are sharded: a TPU stores such a table by feature, and would copy it before it looks up rows.
+        """
+        table = dict(self.rules)
+        vocabulary, features = table.get(axes.VOCAB, ()), table.get(axes.EMBED, ())
+        both = (*features, *(a for a in vocabulary if a not in features))
+        devices = prod(mesh.get(a, 1) for a in both)
+        if axes.EMBED in logical and shape[logical.index(axes.EMBED)] % (LANES * devices) == 0:
+            return {**table, axes.EMBED: both}
+        return {**table, axes.LOOKED_UP: vocabulary}
 
 
 DEFAULT_STRATEGY = Strategy(

@@ -7,6 +7,7 @@ from typing import Final
 
 # Parameters
 VOCAB: Final = "vocab"  # rows of the embedding table and of the output head
+LOOKED_UP: Final = "looked_up"  # rows of an embedding table that is not the head's too
 EMBED: Final = "embed"  # the residual stream, `hidden_size`
 KV_HEADS: Final = "kv_heads"  # key/value heads; query heads are stored grouped by the KV head they read
 Q_PER_KV: Final = "q_per_kv"  # query heads of one KV head
@@ -27,7 +28,7 @@ BATCH: Final = "batch"
 SEQUENCE: Final = "sequence"
 
 PARAMETER_AXES: Final = frozenset(
-    {VOCAB, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP}
+    {VOCAB, LOOKED_UP, EMBED, KV_HEADS, Q_PER_KV, Q_HEADS, QKV, HEAD_DIM, MLP, GATE_UP}
     | {EXPERT, ROUTED, LAYERS, LATENT, NORM, POSITION}
 )
 ACTIVATION_AXES: Final = frozenset({BATCH, SEQUENCE})

@@ -81,7 +81,8 @@ def norm_names(layer: LayerSpec) -> tuple[str, ...]:
 def _model(spec: ArchitectureSpec) -> Named:
     embedding, hidden = spec.embedding, spec.hidden_size
     features = embedding.features
-    yield "embed.embedding", Parameter((embedding.rows, features), (axes.VOCAB, axes.EMBED))
+    of_rows = axes.VOCAB if spec.head.tied else axes.LOOKED_UP
+    yield "embed.embedding", Parameter((embedding.rows, features), (of_rows, axes.EMBED))
     if embedding.table_features is not None:
         yield "embed.projection.kernel", Parameter((hidden, features), (axes.EMBED, None))
     if embedding.positions is not None:

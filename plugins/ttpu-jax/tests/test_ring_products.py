@@ -41,6 +41,7 @@ from ttpu_jax.ops.matmul import rings
 from ttpu_jax.ops.matmul.rings import (
     Ring,
     StreamForm,
+    exchanged_rows,
     gathered_product,
     ring_mlp,
     scattered_product,
@@ -90,6 +91,14 @@ class TestProducts:
         table = draw(7 * size, HIDDEN)
         rows = np.random.default_rng(0).integers(0, 7 * size, (2, size * rows_each))
         found = jax.jit(partial(scattered_rows, ring=ring(size)))(table, jnp.asarray(rows, jnp.int32))
+        np.testing.assert_array_equal(found, table[rows])
+        assert found.sharding.spec[1] == "tensor"
+
+    @pytest.mark.parametrize("rows_each", [1, 5, ROWS])
+    def test_parts_of_rows_of_a_table_are_exchanged(self, size: int, rows_each: int) -> None:
+        table = draw(9, HIDDEN * size)
+        rows = np.random.default_rng(0).integers(0, 9, (3, size * rows_each))
+        found = jax.jit(partial(exchanged_rows, ring=ring(size)))(table, jnp.asarray(rows, jnp.int32))
         np.testing.assert_array_equal(found, table[rows])
         assert found.sharding.spec[1] == "tensor"
 

@@ -8,6 +8,8 @@ from test_plan_memory import LLAMA, published, sharing
 
 from ttpu_core.sharding.hardware import CHIPS, Topology, parse_topology
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, slice_axes
+from ttpu_core.sharding.parallelism import parse_rules, strategy_with
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_core.sharding.torus import Torus
 from ttpu_core.sharding.training_state import REMATS, UpdateSettings
 from ttpu_plan.cost import HBM_SHARE, MXU_SHARE, estimate_time
@@ -89,20 +91,33 @@ def test_training_multiplies_three_times_and_again_what_is_not_kept() -> None:
 
 
 def test_a_dense_layer_sums_twice_over_its_tensor_axis() -> None:
-    """Two all-reduces a layer and one for the looked-up embedding (arXiv 1909.08053)."""
+    """Two all-reduces a layer (arXiv 1909.08053), and an all-gather for what was looked up in parts of rows."""
     spec, topology = published(LLAMA), parse_topology("v5e:2x4")
     estimate = estimate_time(spec, {"tensor": 8}, topology, DECODE)
-    each = collective_seconds("all-reduce", 32 * spec.hidden_size * 2, 8, topology.chip.ici_bytes_per_second)
-    assert estimate.ici == pytest.approx((2 * spec.num_layers + 1) * each, rel=1e-6)
+    size, link = 32 * spec.hidden_size * 2, topology.chip.ici_bytes_per_second
+    each, gathered = (collective_seconds(op, size, 8, link) for op in ("all-reduce", "all-gather"))
+    assert estimate.ici == pytest.approx(2 * spec.num_layers * each + gathered, rel=1e-6)
+
+
+@pytest.mark.parametrize(("rules", "op"), [("looked_up=tensor", "all-reduce"), ("looked_up=none", None)])
+def test_rules_say_how_a_table_is_divided_that_is_only_looked_up(rules: str, op: str | None) -> None:
+    spec, topology = published(LLAMA), parse_topology("v5e:2x4")
+    strategy = strategy_with(parse_rules(rules), DEFAULT_STRATEGY)
+    estimate = estimate_time(spec, {"tensor": 8}, topology, DECODE, strategy)
+    size, link = 32 * spec.hidden_size * 2, topology.chip.ici_bytes_per_second
+    each = collective_seconds("all-reduce", size, 8, link)
+    of_table = 0.0 if op is None else collective_seconds(op, size, 8, link)
+    assert estimate.ici == pytest.approx(2 * spec.num_layers * each + of_table, rel=1e-6)
 
 
 def test_the_sums_of_a_long_prompts_mlps_are_hidden_behind_products() -> None:
-    """Of two sums a layer one goes round while the layer multiplies, and one for the embedding stands alone."""
+    """Of two sums a layer one goes round while the layer multiplies. What was looked up is exchanged alone."""
     spec, topology = published(LLAMA), parse_topology("v5e:2x4")
-    each = collective_seconds("all-reduce", 2048 * spec.hidden_size * 2, 8, topology.chip.ici_bytes_per_second)
+    size, link = 2048 * spec.hidden_size * 2, topology.chip.ici_bytes_per_second
+    each, gathered = (collective_seconds(op, size, 8, link) for op in ("all-reduce", "all-gather"))
     cut = estimate_time(spec, {"tensor": 8}, topology, PREFILL)
-    assert cut.ici == pytest.approx((2 * spec.num_layers + 1) * each, rel=1e-6)
-    exposed = (spec.num_layers + 1) * each
+    assert cut.ici == pytest.approx(2 * spec.num_layers * each + gathered, rel=1e-6)
+    exposed = spec.num_layers * each + gathered
     assert cut.compute + exposed < cut.seconds < cut.compute + exposed + cut.hbm
     for workload in (replace(PREFILL, context=2047), replace(PREFILL, context=512)):
         whole = estimate_time(spec, {"tensor": 8}, topology, workload)

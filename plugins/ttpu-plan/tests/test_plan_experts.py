@@ -136,7 +136,7 @@ def test_tokens_are_gathered_and_the_experts_sums_are_of_all_of_them() -> None:
         links.seconds("all-gather", 32 * features * 2, ("data",)),
         links.seconds("all-reduce", 32 * features * 4, ("data", "tensor")),
     ]
-    embedded, _ = links.seconds("all-reduce", 16 * features * 2, ("tensor",))
+    embedded, _ = links.seconds("all-gather", 16 * features * 2, ("tensor",))
     estimate = estimate_time(spec, MESH, topology, DECODE, OVER_ROWS)
     assert estimate.ici == pytest.approx(spec.num_layers * sum(ici for ici, _ in of_layer) + embedded, rel=1e-6)
 
@@ -151,7 +151,7 @@ def test_rows_of_many_tokens_are_sent_to_their_experts_and_back() -> None:
         *[links.seconds("ragged-all-to-all", 2048 * 8 / 2 * features * 2, ("data",))] * 2,
         links.seconds("all-reduce", 2048 * features * 4, ("tensor",)),
     ]
-    embedded, _ = links.seconds("all-reduce", 2048 * features * 2, ("tensor",))
+    embedded, _ = links.seconds("all-gather", 2048 * features * 2, ("tensor",))
     estimate = estimate_time(spec, mesh, topology, workload, OVER_ROWS)
     assert estimate.ici == pytest.approx(spec.num_layers * sum(ici for ici, _ in of_layer) + embedded, rel=1e-6)
     model = shard_model(spec, mesh, OVER_ROWS)

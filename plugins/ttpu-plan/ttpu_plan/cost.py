@@ -201,6 +201,8 @@ class _Program:
         for one in {one.path: one for one in (head, table, *between)}.values():
             self._gather(part, one, bits)
         self._sum(part, rows * tokens * table.gathered[1] * item, table.multiplied_axes[0])
+        looked_up = rows * tokens * table.parameter.shape[1] * item
+        self._between(part, "all-gather", looked_up, table.multiplied_axes[1])
         return part
 
     def update(self) -> _Part:

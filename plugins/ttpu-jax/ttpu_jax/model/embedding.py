@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.spec import EmbeddingSpec, HeadSpec, axes
+from ttpu_core.spec import EmbeddingSpec, HeadSpec
 from ttpu_jax.model.modules import (
     Linear,
     Norm,
     Parameters,
     Runtime,
+    constrain_stream,
     maybe,
     product_devices,
     ring_of,
@@ -20,7 +21,7 @@ from ttpu_jax.model.modules import (
 )
 from ttpu_jax.ops.kernels import QuantizedKernel, rows_of
 from ttpu_jax.ops.linear import linear
-from ttpu_jax.ops.matmul.rings import scattered_rows
+from ttpu_jax.ops.matmul.rings import exchanged_rows, scattered_rows
 from ttpu_jax.ops.matmul.trained import trained_product
 from ttpu_jax.ops.parts import Part, part
 
@@ -66,10 +67,16 @@ class Embedding(nnx.Module):
         table, placement = value_of(self.embedding), self.placement
         dtype = self.dtype if isinstance(table, QuantizedKernel) else None
         ring = ring_of(jax.ShapeDtypeStruct((*tokens.shape, table.shape[-1]), self.dtype), self.runtime)
-        shared = () if placement.axes_of(axes.EMBED) else placement.mesh_axes(axes.VOCAB, table.shape[0])
-        if ring is not None and dtype is None and shared == (ring.axis,):
+        by_rows, by_features = placement.array_axes(self.embedding.axis_names, table.shape, "the table")
+        if ring is not None and dtype is None and (by_rows, by_features) == ((ring.axis,), ()):
             return scattered_rows(table, tokens, ring)
-        return placement.constrain_looked_up(rows_of(table, tokens, dtype))
+        if ring is not None and dtype is None and (by_rows, by_features) == ((), (ring.axis,)):
+            return exchanged_rows(table, tokens, ring)
+        x = placement.constrain_looked_up(rows_of(table, tokens, dtype), by_features)
+        if self.runtime.trains or not by_features:
+            return x
+        # Without the barrier XLA:TPU copies the caches of some layers to VMEM before kernels read them.
+        return jax.lax.optimization_barrier(constrain_stream(x, self.runtime))
 
     def collapse(self, x: jax.Array) -> jax.Array:
         """Turn the output of the last layer into the input of the final norm, [batch, seq, hidden].

@@ -418,10 +418,8 @@ def kernel_and_row_axes(
     rows = tuple(
         () if axis is None else placement.mesh_axes(axis, size) for axis, size in zip(leading, x.shape, strict=False)
     )
-    if placement.mesh is None:
-        return ((),) * len(shape), rows
     logical = placement.divisible(variable.axis_names[-len(shape) :], shape)
-    return placement.strategy.mesh_axes(logical, shape, dict(placement.mesh.shape), "a kernel"), rows
+    return placement.array_axes(logical, shape, "a kernel"), rows
 
 
 def stream_axes(x: jax.Array, runtime: Runtime) -> tuple[str, ...]:

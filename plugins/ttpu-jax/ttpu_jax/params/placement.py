@@ -68,6 +68,18 @@ class Placement:
         """The sharding of an array that is replicated on every device."""
         return self.sharding((), (), "")
 
+    def array_axes(
+        self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str
+    ) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that shard each dimension of an array by its logical axes; () for a dimension that is whole.
+
+        Raises:
+            UnsupportedError: the mesh does not divide a dimension.
+        """
+        if self.mesh is None:
+            return ((),) * len(shape)
+        return self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)
+
     def parameter(self, path: str, parameter: Parameter) -> Sharding:
         """The sharding of one parameter."""
         return self.sharding(parameter.axes, parameter.shape, path)
@@ -80,11 +92,11 @@ class Placement:
         partition = self._spec(self.divisible(axes, x.shape), x.shape, "an activation")
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, partition))
 
-    def constrain_looked_up(self, x: jax.Array) -> jax.Array:
-        """Constrain the sharding of embedding rows `x`: [batch, seq, hidden] if a mesh axis shards both the table's
-        features and the batch. Features are sharded first, so that devices exchange rows instead of the table, and
-        gradients of rows instead of the table's. The result has the same shape."""
-        features, batch = self.mesh_axes(logical.EMBED, x.shape[-1]), self.mesh_axes(logical.BATCH, x.shape[0])
+    def constrain_looked_up(self, x: jax.Array, features: tuple[str, ...]) -> jax.Array:
+        """Constrain the sharding of embedding rows `x`: [batch, seq, hidden] if mesh axes shard the table's `features`.
+        Features are sharded first, so that devices exchange rows instead of the table, and gradients of rows instead of
+        the table's. The result has the same shape."""
+        batch = self.mesh_axes(logical.BATCH, x.shape[0])
         rest = tuple(axis for axis in batch if axis not in features)
         if self.mesh is None or not features:
             return x
@@ -120,8 +132,7 @@ class Placement:
         return size if self.mesh is None else size // prod(self.mesh.shape[one] for one in found)
 
     def _spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str) -> PartitionSpec:
-        assert self.mesh is not None
-        by_dimension = self.strategy.mesh_axes(axes, shape, dict(self.mesh.shape), name)
+        by_dimension = self.array_axes(axes, shape, name)
         return PartitionSpec(*(by[0] if len(by) == 1 else (by or None) for by in by_dimension))
 
 

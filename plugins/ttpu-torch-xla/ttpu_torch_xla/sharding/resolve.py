@@ -20,7 +20,7 @@ from ttpu_core.spec import ArchitectureSpec, axes
 from ttpu_torch_xla.launching import CPU_DEVICES as SIMULATED_BY
 from ttpu_torch_xla.runtime import TorchRuntime
 
-PADDED = frozenset({axes.VOCAB, axes.MLP})
+PADDED = frozenset({axes.VOCAB, axes.LOOKED_UP, axes.MLP})
 """Logical axes that need not divide: XLA pads the last device's part, and nothing is computed head by head or expert by
 expert there."""
 

@@ -141,6 +141,29 @@ def scattered_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array
     return ring.run(local, (table, tokens), specs, ring.cut_rows)
 
 
+def exchanged_rows(table: jax.Array, tokens: jax.Array, ring: Ring) -> jax.Array:
+    """Rows of an embedding table: [batch, seq, features], whose rows are cut. Each device looks up its part of all
+    rows, and sends to each the part of those that it has.
+
+    Args:
+        table: [vocab, features], whose features the devices share.
+        tokens: [batch, seq], indices into the table; the ring divides seq.
+        ring: the devices.
+    """
+
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        found = jnp.take(table, tokens, axis=0, mode="clip")
+        batch, seq, features = found.shape
+        # Rows of a device come first: along an inner dimension XLA:TPU copies them into other tiles before and after.
+        by_device = found.reshape(batch, ring.size, -1, features).swapaxes(0, 1).reshape(ring.size, -1, features)
+        own = jax.lax.all_to_all(by_device, ring.axis, 0, 0, tiled=True).swapaxes(0, 1)
+        # Shaped as layers shape their outputs, or the compiler makes code of its own for all of the first layer.
+        return jax.lax.optimization_barrier(own.reshape(batch, seq // ring.size, -1))
+
+    specs = ring.kernel(2, 1), PartitionSpec(ring.batch or None)
+    return ring.run(local, (table, tokens), specs, ring.cut_rows)
+
+
 def ring_mlp(
     x: jax.Array,
     up: tuple[jax.Array, jax.Array | None],
