@@ -178,8 +178,10 @@ def _without_lookup() -> None:
     from ttpu_jax.model.embedding import Embedding
 
     def look_up(self: Embedding, tokens: Any, positions: Any) -> Any:
-        row = self.embedding[...][0]
-        return self.placement.constrain_looked_up(jnp.broadcast_to(row, (*tokens.shape, len(row))))
+        table = self.embedding[...]
+        _, features = self.placement.array_axes(self.embedding.axis_names, table.shape, "the table")
+        rows = jnp.broadcast_to(table[0], (*tokens.shape, table.shape[1]))
+        return self.placement.constrain_looked_up(rows, features)
 
     Embedding.look_up = look_up  # type: ignore[method-assign]
 

@@ -89,8 +89,9 @@ def exchanging(op: str, count: int, result_bytes: int, task: str = "decode", **m
     [
         (exchanging("all-reduce", 65, 65 * 32 * 512 * 4), None),
         (exchanging("all-gather", 2, 2 * 512 * 1024 * 2), "a weight, an expert or the cache is gathered"),
-        (exchanging("all-to-all", 1, 8), "1 × all-to-all, which nothing in it should need"),
-        (exchanging("all-to-all", 1, 8, expert=4), None),
+        (exchanging("all-to-all", 1, 8), None),
+        (exchanging("ragged-all-to-all", 1, 8), "1 × ragged-all-to-all, which nothing in it should need"),
+        (exchanging("ragged-all-to-all", 1, 8, expert=4), None),
         (exchanging("all-gather", 8, 8 * 10**6, "train"), None),
         (exchanging("all-gather", 8, 32 * 10**6, "train"), "gathered again and again"),
     ],
@@ -104,6 +105,14 @@ def test_exchanges_that_move_weights_are_found(tmp_path: Path, report: Any, mess
     else:
         with pytest.raises(CheckFailure, match=message):
             check_collectives(spec, report)
+
+
+def test_rows_of_a_table_that_is_the_heads_too_are_not_exchanged(tmp_path: Path) -> None:
+    from ttpu_conformance.checks.compilation import check_collectives
+
+    spec = described(tmp_path, {**SMALL, "tie_word_embeddings": True}).spec
+    with pytest.raises(CheckFailure, match="1 × all-to-all, which nothing in it should need"):
+        check_collectives(spec, exchanging("all-to-all", 1, 8))
 
 
 @pytest.mark.slow

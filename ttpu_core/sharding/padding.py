@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
+from math import lcm, prod
 from types import MappingProxyType
 
 from ttpu_core.mapping.padding import Padding
@@ -61,7 +61,8 @@ def _padded(
     def devices(axis: str) -> int:
         return prod(sizes.get(mesh_axis, 1) for mesh_axis in table.get(axis, ()))
 
-    rows = _multiple(spec.embedding.rows, devices(axes.VOCAB))
+    of_table = 1 if spec.head.tied else devices(axes.LOOKED_UP)
+    rows = _multiple(spec.embedding.rows, lcm(devices(axes.VOCAB), of_table))
     splits = head_splits(spec, devices(axes.KV_HEADS))
     known: dict[tuple[LayerSpec, HeadSplit | None], tuple[LayerSpec, dict[str, Padding]]] = {}
     layers: list[LayerSpec] = []

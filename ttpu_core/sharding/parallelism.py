@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from math import prod
 
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, MeshAxes, Strategy
+from ttpu_core.spec import axes
 from ttpu_core.spec.axes import LOGICAL_AXES
 
 AUTO = "auto"
@@ -157,9 +158,13 @@ def parse_rules(text: str) -> dict[str, tuple[str, ...] | None]:
 def rules_text(strategy: Strategy, usual: Strategy = DEFAULT_STRATEGY) -> str:
     """The rules that differ from the usual ones, as `parse_rules` reads them: "expert=data+tensor"; "" if none do."""
     table, default = dict(strategy.rules), dict(usual.rules)
-    names = dict.fromkeys((*default, *table))
-    changed = {name: table.get(name, ()) for name in names if table.get(name, ()) != default.get(name, ())}
-    return ",".join(f"{name}={'+'.join(by) or 'none'}" for name, by in changed.items())
+    unlisted: dict[str, MeshAxes | None] = {axes.LOOKED_UP: None}  # any other axis is not sharded then
+    changed: list[str] = []
+    for name in dict.fromkeys((*default, *table)):
+        by, usually = (rules.get(name, unlisted.get(name, ())) for rules in (table, default))
+        if by is not None and by != usually:
+            changed.append(f"{name}={'+'.join(by) or 'none'}")
+    return ",".join(changed)
 
 
 def strategy_with(rules: Rules | None, usual: Strategy = DEFAULT_STRATEGY) -> Strategy:

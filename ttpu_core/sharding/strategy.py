@@ -23,7 +23,8 @@ MeshAxes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Strategy:
-    """Logical axis → the mesh axes that shard it. A logical axis that is not listed is not sharded."""
+    """Logical axis → the mesh axes that shard it. A logical axis that is not listed is not sharded, but for
+    `axes.LOOKED_UP`, see `_of_looked_up`."""
 
     rules: tuple[tuple[str, MeshAxes], ...]
 
@@ -83,7 +84,7 @@ class Strategy:
     def _of_looked_up(
         self, logical: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mapping[str, int]
     ) -> dict[str, MeshAxes]:
-        """The rules for a table in which tokens are looked up, and which no head multiplies by.
+        """The rules for a table that is only looked up, where none is listed for `axes.LOOKED_UP`.
 
         What shards the vocabulary shards its features, so that devices exchange the parts of rows that they have, and
         not sums of whole rows of which all but one are zero. Without whole lanes of features for each device the rows
@@ -120,9 +121,13 @@ _TRAINING = {axes.BATCH: ("data", *_WEIGHTS), axes.EMBED: _WEIGHTS, axes.LATENT:
 SHARES_WEIGHTS = frozenset(_WEIGHTS)
 """Mesh axes that divide a training step's weights by default, if they divide its rows."""
 
-TRAINING_STRATEGY = Strategy(tuple((axis, _TRAINING.get(axis, by)) for axis, by in DEFAULT_STRATEGY.rules))
+TRAINING_STRATEGY = Strategy((
+    *((axis, _TRAINING.get(axis, by)) for axis, by in DEFAULT_STRATEGY.rules),
+    (axes.LOOKED_UP, ("tensor",)),
+))  # fmt: skip
 """`DEFAULT_STRATEGY` for a training step: devices along `expert` have their own rows, which they exchange for their
-experts, and share the other parameters as devices along `fsdp` do."""
+experts, and share the other parameters as devices along `fsdp` do. Tables that are only looked up are divided by rows:
+a step takes as long, and what an optimizer keeps of them has more features on a device."""
 
 
 def usual_strategy(*, trains: bool) -> Strategy:

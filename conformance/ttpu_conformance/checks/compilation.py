@@ -23,6 +23,7 @@ INFERENCE = {
     "collective-permute": "activations handed on while a product runs",
     "collective-broadcast": "a token or a position",
 }
+LOOKED_UP = {"all-to-all": "parts of the rows of a table that is not the head's too, whose features are sharded"}
 WITH_EXPERTS = {"all-to-all": "tokens on their way to experts on other devices", "ragged-all-to-all": "the same"}
 TRAINING = INFERENCE | WITH_EXPERTS | {"all-gather": "weights sharded along `fsdp` and `expert`, layer by layer"}
 WEIGHTS_GATHERED = 4
@@ -87,7 +88,9 @@ def _compiled(case: Case, task: Task) -> CompiledProgram:
 def check_collectives(spec: ArchitectureSpec, report: CompiledProgram) -> None:
     """Refuse collectives that a program should not need, and those that are too large to be activations."""
     mesh = dict(report.mesh)
-    allowed = TRAINING if report.task == "train" else INFERENCE | (WITH_EXPERTS if mesh.get("expert", 1) > 1 else {})
+    untied, experts = not spec.head.tied, mesh.get("expert", 1) > 1
+    inference = INFERENCE | (LOOKED_UP if untied else {}) | (WITH_EXPERTS if experts else {})
+    allowed = TRAINING if report.task == "train" else inference
     activations = report.batch * report.tokens * spec.hidden_size * 4 * _copies(spec)
     weights = 4 * report.num_parameters * WEIGHTS_GATHERED
     for one in report.collectives:

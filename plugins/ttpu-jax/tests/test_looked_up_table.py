@@ -16,8 +16,9 @@ from test_quantized_load import load
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
-from ttpu_core.sharding.parallelism import parse_rules, strategy_with
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY
+from ttpu_core.sharding.padding import pad_architecture
+from ttpu_core.sharding.parallelism import parse_rules, rules_text, strategy_with
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
 from ttpu_core.spec import (
     ArchitectureSpec,
     AttentionSpec,
@@ -35,6 +36,7 @@ from ttpu_jax.model.modules import Runtime
 from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import local_placement
 from ttpu_jax.train.step import TrainStep
+from ttpu_plan.shards import shard_model
 
 TABLE, TIED = (axes.LOOKED_UP, axes.EMBED), (axes.VOCAB, axes.EMBED)
 SIZES = {"hidden_size": 512, "num_hidden_layers": 1, "intermediate_size": 48}
@@ -61,9 +63,9 @@ def test_features_are_sharded_where_each_device_gets_whole_lanes(
     assert ["+".join(each) for each in found] == sharded
 
 
-def test_to_train_features_are_sharded_along_the_experts_axis_too() -> None:
+def test_to_train_rows_are_sharded() -> None:
     mesh = {"fsdp": 2, "expert": 4, "tensor": 2}
-    assert TRAINING_STRATEGY.mesh_axes(TABLE, (1003, 2048), mesh, "the table") == ((), ("fsdp", "expert", "tensor"))
+    assert TRAINING_STRATEGY.mesh_axes(TABLE, (1004, 2048), mesh, "the table") == (("tensor",), ("fsdp", "expert"))
 
 
 def test_rules_say_otherwise() -> None:
@@ -76,6 +78,26 @@ def test_rules_say_otherwise() -> None:
     assert sharded("vocab=none") == ((), ("fsdp",))
     assert sharded("embed=none") == ((), ("tensor",))
     assert sharded("vocab=fsdp+tensor") == ((), ("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize("rules", ["looked_up=none", "looked_up=tensor", "looked_up=fsdp+tensor"])
+def test_rules_are_written_as_they_are_read(rules: str) -> None:
+    strategy = strategy_with(parse_rules(rules), DEFAULT_STRATEGY)
+    assert rules_text(strategy) == rules and rules_text(DEFAULT_STRATEGY) == ""
+    assert rules_text(TRAINING_STRATEGY, TRAINING_STRATEGY) == ""
+    assert rules_text(DEFAULT_STRATEGY, TRAINING_STRATEGY) == "batch=data+fsdp,embed=fsdp,latent=fsdp"
+
+
+@pytest.mark.parametrize(
+    ("rules", "rows"), [("", 1004), ("vocab=none", 1003), ("vocab=none,looked_up=tensor", 1004),
+                        ("looked_up=fsdp+tensor", 1008)]
+)  # fmt: skip
+def test_a_table_whose_rows_are_sharded_is_padded(rules: str, rows: int) -> None:
+    strategy = strategy_with(parse_rules(rules), DEFAULT_STRATEGY) if rules else DEFAULT_STRATEGY
+    mesh = {"fsdp": 2, "tensor": 4}
+    padded, _ = pad_architecture(architecture(vocab_size=1003).spec, mesh, strategy)
+    assert padded.embedding.rows == rows
+    assert shard_model(architecture(vocab_size=1003).spec, mesh, strategy).spec.embedding.rows == rows
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +152,11 @@ def test_steps_of_training_are_those_of_one_device() -> None:
     spec = ArchitectureSpec("tiny", EmbeddingSpec(64, 512), (layer,), norm, HeadSpec(tied=False), 32)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 8)), jnp.int32)
 
-    def losses(mesh: str | None) -> list[float]:
-        placement = local_placement(mesh, TRAINING_STRATEGY)
-        model = causal_model(spec, Runtime(placement, trains=mesh is not None), stacked=True, remat="full")
+    def losses(mesh: str | None, strategy: Strategy = TRAINING_STRATEGY, *, trains: bool = True) -> list[float]:
+        placement = local_placement(mesh, strategy)
+        model = causal_model(spec, Runtime(placement, trains=mesh is not None and trains), stacked=True, remat="full")
         whole = random_parameters(model.parameters, local_placement(), np.dtype(np.float32))
         params: dict[str, Any] = {path: jax.device_put(value, model.placements[path]) for path, value in whole.items()}
-        if mesh is not None:
-            assert params["embed.embedding"].sharding.shard_shape((64, 512))[0] == 64
         step = TrainStep(model, np.dtype(np.float32), optimizer=optax.sgd(0.05))
         state, update, found = jax.jit(step.init)(params), jax.jit(step), []
         for _ in range(3):
@@ -148,6 +168,8 @@ def test_steps_of_training_are_those_of_one_device() -> None:
     assert alone[-1] < alone[0]
     for mesh in ("tensor=2", "fsdp=2,tensor=2"):
         np.testing.assert_allclose(losses(mesh), alone, rtol=1e-5)
+        np.testing.assert_allclose(losses(mesh, DEFAULT_STRATEGY), alone, rtol=1e-5)
+        np.testing.assert_allclose(losses(mesh, DEFAULT_STRATEGY, trains=False), alone, rtol=1e-5)
 
 
 def compiled(task: Any, hidden: int, rules: str = "") -> ProgramReport:

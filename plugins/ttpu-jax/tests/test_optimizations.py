@@ -251,10 +251,10 @@ def test_the_command_lists_them_all_and_leaves_out_what_is_named(
 
 
 @pytest.mark.parametrize("left_out", [False, True])
-def test_a_cpu_that_multiplies_bfloat16_keeps_it_and_writes_it_in_place(
+def test_a_cpu_with_amx_keeps_bfloat16_and_writes_it_in_place(
     left_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(causal_models, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(causal_models, "multiplies_bfloat16_tiles", lambda: True)
     without = ("bfloat16_cache",) if left_out else ()
     model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path), dtype="bfloat16", without=without)
     assert model.programs.cache_dtype == (np.float32 if left_out else BF16)
@@ -278,8 +278,8 @@ def test_other_caches_on_a_cpu_are_float32(
     changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of float16 and quantized models, for other kernels, where the user disables passes, and where the processor has
-    no instructions for bfloat16."""
-    monkeypatch.setattr(causal_models, "multiplies_bfloat16", lambda: bool(changes))
+    no AMX."""
+    monkeypatch.setattr(causal_models, "multiplies_bfloat16_tiles", lambda: bool(changes))
     if flags := changes.get("flags"):
         monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", f"--xla_disable_hlo_passes={flags}")
     given = {"dtype": "bfloat16", **{name: value for name, value in changes.items() if name != "flags"}}
@@ -300,7 +300,7 @@ def test_steps_that_write_a_bfloat16_cache_are_compiled_so(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps, those of beams, and of an assistant's guesses; not prompts."""
-    monkeypatch.setattr(causal_models, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(causal_models, "multiplies_bfloat16_tiles", lambda: True)
     asked: list[bool] = []
 
     def stand_in(*given: Any, writes_bfloat16: bool = False) -> Any:

@@ -11,19 +11,19 @@ from ttpu_jax.runner import compilation_cache
 
 
 @pytest.mark.parametrize(
-    ("text", "has"),
+    ("text", "has", "tiles"),
     [
-        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16\n\nflags\t\t: fpu\n", True),
-        ("flags\t\t: fpu amx_bf16 amx_tile\n", True),
-        ("flags\t\t: fpu avx512f avx512_bf16x\n", False),
-        ("model name\t: with avx512_bf16\nflags\t\t: fpu avx2\n", False),
-        ("Features\t: fp asimd bf16\n", False),
-        ("", False),
-        (None, False),
+        ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16\n\nflags\t\t: fpu\n", True, False),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", True, True),
+        ("flags\t\t: fpu avx512f avx512_bf16x\n", False, False),
+        ("model name\t: with avx512_bf16\nflags\t\t: fpu avx2\n", False, False),
+        ("Features\t: fp asimd bf16\n", False, False),
+        ("", False, False),
+        (None, False, False),
     ],
 )
 def test_processors_that_multiply_bfloat16_are_known_by_their_flags(
-    text: str | None, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, has: bool, tiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "CPU_INFO", tmp_path / "cpuinfo")
     if text is not None:
@@ -31,6 +31,7 @@ def test_processors_that_multiply_bfloat16_are_known_by_their_flags(
     platform.processor_features.cache_clear()
     try:
         assert platform.multiplies_bfloat16() == has
+        assert platform.multiplies_bfloat16_tiles() == tiles
     finally:
         platform.processor_features.cache_clear()
 

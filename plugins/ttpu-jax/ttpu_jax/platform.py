@@ -17,7 +17,8 @@ QUIET_LIBTPU = {
 
 
 CPU_INFO = Path("/proc/cpuinfo")
-BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
+AMX = "amx_bf16"
+BFLOAT16 = frozenset({"avx512_bf16", AMX})
 """The instructions of x86 processors that multiply bfloat16, as Linux names them."""
 
 
@@ -35,6 +36,11 @@ def processor_features() -> frozenset[str]:
 def multiplies_bfloat16() -> bool:
     """Whether this machine's processor has instructions that multiply bfloat16."""
     return not BFLOAT16.isdisjoint(processor_features())
+
+
+def multiplies_bfloat16_tiles() -> bool:
+    """Whether this machine's processor multiplies tiles of bfloat16 (AMX), many times as fast as float32."""
+    return AMX in processor_features()
 
 
 def has_tpu() -> bool:

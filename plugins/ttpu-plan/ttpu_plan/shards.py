@@ -22,7 +22,7 @@ EXPERTS = ".experts."
 """In the path of a parameter of experts."""
 _STAY = (axes.EXPERT, axes.MLP)
 """Dimensions of experts for which devices gather tokens, and not experts."""
-_PADDED = (axes.VOCAB, axes.KV_HEADS, axes.Q_HEADS, axes.MLP)
+_PADDED = (axes.VOCAB, axes.LOOKED_UP, axes.KV_HEADS, axes.Q_HEADS, axes.MLP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.paged_attention import RaggedBatch
 from ttpu_jax.optimizations import Optimization
 from ttpu_jax.params.quantized import shardings_of
-from ttpu_jax.platform import multiplies_bfloat16
+from ttpu_jax.platform import multiplies_bfloat16_tiles
 
 Params = Mapping[str, Any]
 """Flax path → kernel or other array."""
@@ -275,13 +275,13 @@ def _rounds_all_inputs(spec: ArchitectureSpec) -> bool:
 
 def cache_dtype(spec: ArchitectureSpec, runtime: Runtime, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype of a contiguous cache: the model's, but float32 on a CPU, where XLA would convert the cache at every
-    step. bfloat16 stays where the processor multiplies it, the reference computes attention, all layers are plain, and
-    writes can be in place."""
+    step. bfloat16 stays where the processor has AMX, the reference computes attention, all layers are plain, and writes
+    can be in place."""
     if runtime.placement.platform != "cpu":
         return dtype
     kept = (
         dtype == np.dtype(jnp.bfloat16)
-        and multiplies_bfloat16()
+        and multiplies_bfloat16_tiles()
         and runtime.attention == REFERENCE.name
         and _has_plain_layers(spec)
         and Optimization.BFLOAT16_CACHE not in runtime.without

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ttpu_core.spec import EmbeddingSpec, HeadSpec
+from ttpu_core.spec import EmbeddingSpec, HeadSpec, axes
 from ttpu_jax.model.modules import (
+    RESIDUAL,
     Linear,
     Norm,
     Parameters,
@@ -73,10 +74,11 @@ class Embedding(nnx.Module):
         if ring is not None and dtype is None and (by_rows, by_features) == ((), (ring.axis,)):
             return exchanged_rows(table, tokens, ring)
         x = placement.constrain_looked_up(rows_of(table, tokens, dtype), by_features)
-        if self.runtime.trains or not by_features:
+        if by_features == placement.mesh_axes(axes.EMBED, table.shape[1]):
             return x
+        x = placement.constrain(x, *RESIDUAL) if ring is None else constrain_stream(x, self.runtime)
         # Without the barrier XLA:TPU copies the caches of some layers to VMEM before kernels read them.
-        return jax.lax.optimization_barrier(constrain_stream(x, self.runtime))
+        return jax.lax.optimization_barrier(x)
 
     def collapse(self, x: jax.Array) -> jax.Array:
         """Turn the output of the last layer into the input of the final norm, [batch, seq, hidden].
