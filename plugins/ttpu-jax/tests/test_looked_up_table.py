@@ -6,14 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from test_compile_report import architecture, count
 from test_quantized_load import load
 from tiny import llama_checkpoint
+from updates import losses_of
 
 from ttpu import AutoModelForTPU
 from ttpu_core.sharding.padding import pad_architecture
@@ -30,12 +29,8 @@ from ttpu_core.spec import (
     axes,
 )
 from ttpu_jax.aot.report import ProgramReport, compile_report
-from ttpu_jax.model.causal_model import causal_model
-from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime
-from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.placement import local_placement
-from ttpu_jax.train.step import TrainStep
 from ttpu_plan.shards import shard_model
 
 TABLE, TIED = (axes.LOOKED_UP, axes.EMBED), (axes.VOCAB, axes.EMBED)
@@ -153,16 +148,8 @@ def test_steps_of_training_are_those_of_one_device() -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 8)), jnp.int32)
 
     def losses(mesh: str | None, strategy: Strategy = TRAINING_STRATEGY, *, trains: bool = True) -> list[float]:
-        placement = local_placement(mesh, strategy)
-        model = causal_model(spec, Runtime(placement, trains=mesh is not None and trains), stacked=True, remat="full")
-        whole = random_parameters(model.parameters, local_placement(), np.dtype(np.float32))
-        params: dict[str, Any] = {path: jax.device_put(value, model.placements[path]) for path, value in whole.items()}
-        step = TrainStep(model, np.dtype(np.float32), optimizer=optax.sgd(0.05))
-        state, update, found = jax.jit(step.init)(params), jax.jit(step), []
-        for _ in range(3):
-            params, state, figures = update(params, state, token_batch(tokens))
-            found.append(float(figures.loss))
-        return found
+        runtime = Runtime(local_placement(mesh, strategy), trains=mesh is not None and trains)
+        return losses_of(spec, runtime, tokens, 0.05)
 
     alone = losses(None)
     assert alone[-1] < alone[0]

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import typer
 from test_padded import GQA
 from tiny import llama_checkpoint
 from typer.testing import CliRunner
+from updates import losses_of
 
 from ttpu import AutoModelForTPU
 from ttpu_core import open_checkpoint
@@ -36,14 +36,11 @@ from ttpu_jax.generation import programs as generation_programs
 from ttpu_jax.load_options import JaxLoadOptions
 from ttpu_jax.model import causal_model as causal_models
 from ttpu_jax.model.causal_model import cache_dtype, causal_model
-from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.optimizations import OF_PROGRAMS, Optimization, left_out_by, read_without
-from ttpu_jax.params.initialize import random_parameters
 from ttpu_jax.params.mesh import arrange
 from ttpu_jax.params.placement import Placement, local_placement
 from ttpu_jax.train.from_settings import step_from_settings
-from ttpu_jax.train.step import TrainStep
 from ttpu_plan.planner import Request, best_plan
 from ttpu_train.runner import StepSettings
 
@@ -183,15 +180,7 @@ def test_steps_of_training_are_the_same_without_all_of_them() -> None:
         placement = local_placement("fsdp=4")
         trains = Optimization.TRAINED_PRODUCTS not in without
         runtime = Runtime(placement, ropes=different_ropes(spec.layers), trains=trains, without=without)
-        model = causal_model(spec, runtime, stacked=True, remat="full")
-        whole = random_parameters(model.parameters, local_placement(), np.dtype(np.float32))
-        params: dict[str, Any] = {path: jax.device_put(value, model.placements[path]) for path, value in whole.items()}
-        step = TrainStep(model, np.dtype(np.float32), optimizer=optax.sgd(0.5))
-        state, update, found = jax.jit(step.init)(params), jax.jit(step), []
-        for _ in range(3):
-            params, state, figures = update(params, state, token_batch(tokens))
-            found.append(float(figures.loss))
-        return found
+        return losses_of(spec, runtime, tokens, 0.5)
 
     layer = LayerSpec(replace(GQA, num_heads=4, num_kv_heads=2), MLPSpec(16), NORM)
     spec = ArchitectureSpec("tiny", EmbeddingSpec(64, 32), (layer,) * 2, NORM, HeadSpec(), 32)

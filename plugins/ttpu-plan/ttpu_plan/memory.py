@@ -12,6 +12,7 @@ from math import prod
 from ttpu_core.quantization.quantize import planned_spec
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.sharding.serving import ServedShapes
+from ttpu_core.sharding.shares import LANES
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import ADAMW, fits_over
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, LayerGroup, LayerSpec, MLPSpec, axes
@@ -39,9 +40,6 @@ GATHERED_LAYERS = 2
 SORTED, SAMPLER_BYTES = 3, 96 * 2**20
 """An engine's sampler takes at most so many copies of a device's logits of a step, in float32, and so many bytes beside
 them (libtpu 0.0.42: 15 to 106 MB for 32 and 256 rows of Llama-3.1-8B and gemma-3-12b)."""
-
-LANES = 128
-"""Numbers in a row of a tile."""
 
 STREAMS = 3
 """Copies of the residual stream that exist at once around a layer: its input, its sub-layer's input, its output."""

@@ -32,7 +32,7 @@ from ttpu_jax.model.modules import (
     Step,
     Stream,
     WithShortcut,
-    constrain_stream,
+    into_layers,
     maybe,
     ring_of,
 )
@@ -307,10 +307,7 @@ class Decoder(nnx.Module):
         """The stream after the last layer, what is kept of each layer, and the loads that were asked for. `seen`
         receives what goes into each layer, if layers are not stacked."""
         x, beside = self.embed(tokens, step.query_positions)
-        if ring_of(x, self.runtime) is not None:
-            x = constrain_stream(x, self.runtime)
-        else:
-            x = self.runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+        x = into_layers(x, self.runtime)
         if self.stacked:
             return self._scan_layers(x, step, caches, bind, beside)
         return self._unroll_layers(x, step, caches, bind, beside, last_only=last_only, seen=seen)

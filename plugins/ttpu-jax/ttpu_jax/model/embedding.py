@@ -9,12 +9,11 @@ from flax import nnx
 
 from ttpu_core.spec import EmbeddingSpec, HeadSpec, axes
 from ttpu_jax.model.modules import (
-    RESIDUAL,
     Linear,
     Norm,
     Parameters,
     Runtime,
-    constrain_stream,
+    into_layers,
     maybe,
     product_devices,
     ring_of,
@@ -69,16 +68,16 @@ class Embedding(nnx.Module):
         dtype = self.dtype if isinstance(table, QuantizedKernel) else None
         ring = ring_of(jax.ShapeDtypeStruct((*tokens.shape, table.shape[-1]), self.dtype), self.runtime)
         by_rows, by_features = placement.array_axes(self.embedding.axis_names, table.shape, "the table")
-        if ring is not None and dtype is None and (by_rows, by_features) == ((ring.axis,), ()):
-            return scattered_rows(table, tokens, ring)
-        if ring is not None and dtype is None and (by_rows, by_features) == ((), (ring.axis,)):
-            return exchanged_rows(table, tokens, ring)
+        if ring is not None and dtype is None:
+            if (by_rows, by_features) == ((ring.axis,), ()):
+                return scattered_rows(table, tokens, ring)
+            if (by_rows, by_features) == ((), (ring.axis,)):
+                return exchanged_rows(table, tokens, ring)
         x = placement.constrain_looked_up(rows_of(table, tokens, dtype), by_features)
         if by_features == placement.mesh_axes(axes.EMBED, table.shape[1]):
             return x
-        x = placement.constrain(x, *RESIDUAL) if ring is None else constrain_stream(x, self.runtime)
         # Without the barrier XLA:TPU copies the caches of some layers to VMEM before kernels read them.
-        return jax.lax.optimization_barrier(x)
+        return jax.lax.optimization_barrier(into_layers(x, self.runtime))
 
     def collapse(self, x: jax.Array) -> jax.Array:
         """Turn the output of the last layer into the input of the final norm, [batch, seq, hidden].

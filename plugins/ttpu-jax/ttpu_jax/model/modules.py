@@ -466,6 +466,14 @@ def with_whole_rows(x: jax.Array, runtime: Runtime) -> jax.Array:
     return runtime.placement.constrain(x, *RESIDUAL)
 
 
+def into_layers(x: jax.Array, runtime: Runtime) -> jax.Array:
+    """Constrain the sharding of what the first layer takes, x [batch, seq, ...]: the same shape. Its rows are whole, or
+    those that each device of a ring keeps."""
+    if ring_of(x, runtime) is not None:
+        return constrain_stream(x, runtime)
+    return runtime.placement.constrain(x, *RESIDUAL, *(None,) * (x.ndim - len(RESIDUAL)))
+
+
 def constrain_stream(x: jax.Array, runtime: Runtime) -> jax.Array:
     """Constrain the sharding of the residual stream x [batch, seq, hidden]: the same shape."""
     ring = ring_of(x, runtime)
