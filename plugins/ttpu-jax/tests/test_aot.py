@@ -407,18 +407,60 @@ class TestEstimate:
         assert result.breakdown.collective_wait == pytest.approx(gather - 75000 / 1.5e9)
         assert result.breakdown.collective_in_background == pytest.approx(gather)
 
-    def test_a_collective_with_a_name_but_no_end_is_waited_for_where_it_is_used(self) -> None:
+    def test_a_collective_with_a_name_but_no_end_takes_the_cores_time_where_it_stands(self) -> None:
         named = 'frontend_attributes={async_collective_name="all-gather-start"}'
         text = entry(
             f"%a = f32[8388608] all-gather(%p), {GROUP}, {named}",
             '%w = f32[8] fusion(%p), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"75000"}',
-            "%b = f32[8,1048576] bitcast(%a)",
-            'ROOT %u = f32[8] fusion(%b), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"15000"}',
+            'ROOT %u = f32[8] fusion(%a), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"15000"}',
         )
         result = schedule.estimate(text, "v5e")
         gather = 0.75 * 2**25 / 90e9 + 3 * schedule.HOP_SECONDS
-        assert result.breakdown.collective_wait == pytest.approx(gather - 75000 / 1.5e9)
-        assert result.seconds == pytest.approx(gather + 15000 / 1.5e9)
+        assert result.breakdown.collective == pytest.approx(gather) and not result.breakdown.collective_in_background
+        assert result.seconds == pytest.approx(gather + 90_000 / 1.5e9)
+        assert not hlo.collectives(text)[0].is_async
+
+    @pytest.mark.parametrize("carried", [0, 75_000, 1_500_000])
+    @pytest.mark.parametrize("beside", [0, 75_000])
+    def test_the_steps_of_a_gather_begin_at_its_start_within_fusions_and_at_its_end(
+        self, carried: int, beside: int
+    ) -> None:
+        """Of three steps the first goes on beside anything, others beside what carries the gather, the rest last."""
+        gather = f"  ROOT %g = f32[8388608] all-gather(%i), channel_id=7, {GROUP}, dimensions={{0}}\n"
+        callees = "".join(
+            f"%{name} (i: f32[2097152]) -> f32[8388608] {{\n{gather}}}\n\n"
+            for name in ("starts", "async_collective_fusion.1", "ends")
+        )
+        lines = ["%async-collective-start.1 = (f32[8388608], s32[2]) fusion(%p), kind=kCustom, calls=%starts"]
+        for name, cycles in (("other", beside), ("async_collective_fusion.1", carried)):
+            if cycles:
+                config = f'backend_config={{"estimated_cycles":"{cycles}"}}'
+                lines.append(f"%w{len(lines)} = f32[8] fusion(%p), kind=kOutput, calls=%{name}, {config}")
+        lines.append("ROOT %async-collective-done.1 = f32[8388608] fusion(%p), kind=kCustom, calls=%ends")
+        header, _, rest = entry(*lines).partition("\n\n")
+        result = schedule.estimate(f"{header}\n\n{callees}{rest}", "v5e")
+        whole = 0.75 * 2**25 / 90e9 + 3 * schedule.HOP_SECONDS
+        first, before, within = whole / 3, beside / 1.5e9, carried / 1.5e9
+        begins = max(first, before)  # the second step, at the earliest
+        left = max(0.0, whole - first - max(0.0, before + within - begins))
+        assert result.seconds == pytest.approx(max(begins, before + within) + left)
+        assert result.breakdown.collective_in_background == pytest.approx(whole)
+        assert result.breakdown.collective_wait == pytest.approx(result.seconds - before - within)
+
+    @pytest.mark.parametrize("cycles", [75_000, 1_500_000], ids=["the collective", "the product"])
+    @pytest.mark.parametrize("within", [True, False], ids=["within a fusion", "started elsewhere"])
+    def test_a_product_with_a_collective_takes_as_long_as_the_longer_of_both(self, within: bool, cycles: int) -> None:
+        callee = "fused_computation.1" if within else "async_collective_fusion.1"
+        inner = f"  ROOT %g = f32[8388608] all-gather(%i), {GROUP}, dimensions={{0}}\n"
+        call = f"ROOT %f = (f32[8], f32[8388608]) fusion(%p), kind=kOutput, calls=%{callee}"
+        header, _, rest = entry(f'{call}, backend_config={{"estimated_cycles":"{cycles}"}}').partition("\n\n")
+        fused = f"%{callee} (i: f32[2097152]) -> f32[8388608] {{\n{inner}}}\n\n"
+        result = schedule.estimate(f"{header}\n\n{fused}{rest}", "v5e")
+        product, gather = cycles / 1.5e9, 0.75 * 2**25 / 90e9 + 3 * schedule.HOP_SECONDS
+        assert result.seconds == pytest.approx(max(product, gather) if within else product)
+        assert result.breakdown.compute == pytest.approx(product)
+        assert result.breakdown.collective_in_background == pytest.approx(gather if within else 0)
+        assert result.breakdown.collective_wait == pytest.approx(max(0, gather - product) if within else 0)
 
     def test_an_unknown_chip_is_refused(self) -> None:
         with pytest.raises(UnsupportedError, match="the chips are v4, v5e, v5p, v6e, tpu7x; write 'tpu7x'"):

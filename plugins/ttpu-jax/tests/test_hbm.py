@@ -103,6 +103,48 @@ def test_an_update_in_place_moves_its_own_bytes_alone_or_fused() -> None:
     assert program(P, row, index, call, others=scattered) == 2 * ROW_BYTES
 
 
+def test_what_a_collective_passes_through_a_fusion_is_not_moved_by_it() -> None:
+    """A product beside it reads its inputs and writes its result; the gather is counted where it starts."""
+    whole = "bf16[4096,1024]{1,0:T(8,128)(2,1)}"  # 8 MiB
+    gather = f"%g = {whole} all-gather(%shard), dimensions={{0}}"
+    inner = fused(
+        f"%shard = {ARRAY} parameter(0)",
+        f"%so_far = {whole} parameter(1)",
+        f"%x = {ARRAY} parameter(2)",
+        f"%n = {ARRAY} negate(%x)",
+        gather,
+        f"ROOT %t = ({ARRAY}, {whole}, {ARRAY}, {whole}) tuple(%n, %so_far, %shard, %g)",
+    ).replace("%f ", "%async_collective_fusion.1 ")
+    call = f"ROOT %a = ({ARRAY}, {whole}, {ARRAY}, {whole}) fusion(%p, %w, %q), kind=kOutput, calls=%"
+    arrays = P, f"%w = {whole} parameter(1)", f"%q = {ARRAY} parameter(2)"
+    assert program(*arrays, f"{call}async_collective_fusion.1", others=inner) == 2 * MIB
+    alone = inner.replace("async_collective_fusion.1", "f").replace("%so_far, %shard, %g)", "%g)")
+    alone = alone.replace(f"({ARRAY}, {whole}, {ARRAY}, {whole}) tuple", f"({ARRAY}, {whole}) tuple")
+    within = f"ROOT %a = ({ARRAY}, {whole}) fusion(%p, %q), kind=kOutput, calls=%f"
+    alone = alone.replace(f"  %so_far = {whole} parameter(1)\n", "").replace("parameter(2)", "parameter(1)")
+    assert program(P, f"%q = {ARRAY} parameter(1)", within, others=alone) == (1 + 8 + 1 + 1) * MIB
+    start = fused(f"%shard = {ARRAY} parameter(0)", gather.replace("%g", "ROOT %g"))
+    begins = f"ROOT %async-collective-start.1 = ({ARRAY}, {whole}) fusion(%p), kind=kCustom, calls=%f"
+    assert program(P, begins, others=start) == (1 + 8) * MIB
+    assert program(P, begins.replace("start.1", "done.1"), others=start) == 0
+
+
+def test_of_several_results_an_update_in_place_writes_its_part_and_others_all() -> None:
+    inner = fused(
+        f"%x = {ARRAY} parameter(0)",
+        f"%y = {ROW} parameter(1)",
+        "%j = s32[]{:T(128)} parameter(2)",
+        f"%u = {ARRAY} dynamic-update-slice(%x, %y, %j)",
+        f"%n = {ROW} negate(%y)",
+        f"ROOT %t = ({ARRAY}, {ROW}) tuple(%u, %n)",
+    )
+    arrays = P, f"%r = {ROW} parameter(1)", "%i = s32[]{:T(128)S(2)} parameter(2)"
+    call = f"ROOT %a = ({ARRAY}, {ROW}) fusion(%p, %r, %i), kind=kLoop, calls=%f"
+    assert program(*arrays, call, others=inner) == 3 * ROW_BYTES
+    on_chip = call.replace(f"({ARRAY}, {ROW})", f"({ON_CHIP}, {ROW})")
+    assert program(*arrays, on_chip, others=inner) == 2 * ROW_BYTES
+
+
 def test_loops_count_their_turns_and_conditionals_their_larger_branch() -> None:
     small = f"%small (p: f32[]) -> f32[] {{\n  {P}\n  ROOT %b = {ARRAY} bitcast(%p)\n}}\n"
     large = f"%large (p: f32[]) -> f32[] {{\n  {P}\n  ROOT %a = {ARRAY} add(%p, %p)\n}}\n"

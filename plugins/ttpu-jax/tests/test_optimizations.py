@@ -28,6 +28,7 @@ from ttpu_jax import compiler_flags
 from ttpu_jax.aot.report import compile_report
 from ttpu_jax.aot.steps import inference_step, train_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
+from ttpu_jax.aot.training import compile_update
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.cli.compile_report import compile_report as command
 from ttpu_jax.compiler_flags import program_options
@@ -198,6 +199,23 @@ def test_names_are_read_and_unknown_ones_refused() -> None:
         JaxLoadOptions(without="cache_write,rings")
     with pytest.raises(RequestError, match=r"without=3 was asked for, but it takes names"):
         JaxLoadOptions(without=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.tpu_compile
+def test_updates_are_compiled_for_the_tokens_that_a_device_computes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("libtpu")
+
+    def stand_in(_: str, __: Any, tokens: int) -> Any:
+        raise RequestError(f"{tokens} tokens")
+
+    architecture = default_registry().architecture(LLAMA)
+    for module in ("report", "training"):
+        monkeypatch.setattr(f"ttpu_jax.aot.{module}.training_options", stand_in)
+    for mesh, tokens in ({"fsdp": 8}, 2 * 64), ({"fsdp": 4, "tensor": 2}, 4 * 64), ({"data": 2, "fsdp": 4}, 2 * 64):
+        with pytest.raises(RequestError, match=rf"^{tokens} tokens"):
+            compile_report(architecture, "v5e:2x4", task="train", batch=16, context=64, mesh=mesh)
+    with pytest.raises(RequestError, match=r"^192 tokens"):
+        compile_update(architecture, "v5e:2x4", StepSettings(accumulation=4), rows=3, length=64)
 
 
 @pytest.mark.parametrize(

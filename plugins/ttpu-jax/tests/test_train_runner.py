@@ -143,11 +143,11 @@ def test_updates_are_lowered_for_shardy_after_torch_xla_has_turned_it_off(
 def light(checkpoint: Path) -> JaxTrainRunner:
     """A runner that has computed an update."""
     with pytest.MonkeyPatch.context() as patch:
-        asked: list[str] = []
-        patch.setattr("ttpu_jax.train.runner.training_options", lambda platform, chip: asked.append(platform) or {})
+        asked: list[Any] = []
+        patch.setattr("ttpu_jax.train.runner.training_options", lambda *given: asked.append(given) or {})
         one = runner(checkpoint, trainable=("final_norm.*",))
         one.step(batch(0))
-        assert asked == ["cpu"]
+        assert asked == [("cpu", None, ROWS * SEQ)]
     return one
 
 

@@ -236,7 +236,7 @@ def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exist
     placement = Placement(make_mesh(topology, {"fsdp": chips}))
     runtime = Runtime(placement, ropes=different_ropes(spec.layers), dtype=np.dtype(jnp.bfloat16))
     step = train_step(spec, runtime, np.dtype(jnp.bfloat16), batch=chips, tokens=128, stacked=True)
-    options = training_options("tpu", topology.chip)
+    options = training_options("tpu", topology.chip, 2048)
     del options["xla_tpu_scoped_vmem_limit_kib"]  # products in smaller pieces compile sooner
     program = compile_for(
         topology, step.function, *step.arguments, donate_argnums=step.donated, compiler_options=options
@@ -288,7 +288,7 @@ def test_sparse_cores_sum_gradients_where_two_axes_shard_them(case: str) -> None
     rows = [each or None for each in of_rows]
     x, wanted = array((8, 256, sizes[2]), *rows, of_outputs[2]), array((8, 256, *sizes[:2]), *rows, *of_outputs[:2])
     step = jax.jit(gradient, out_shardings=kernel.sharding)
-    options = training_options("tpu", topology.chip)
+    options = training_options("tpu", topology.chip, 2048)
     del options["xla_tpu_scoped_vmem_limit_kib"]  # products in smaller pieces compile sooner
     program = compile_for(topology, step, x, kernel, wanted, compiler_options=options)
     others = {"all-reduce"} if "sequence" in names else set()
@@ -338,7 +338,7 @@ def test_experts_are_gathered_and_their_gradients_scattered_without_copies() -> 
         Placement(make_mesh(topology, {"fsdp": 4})), ropes=different_ropes(spec.layers), dtype=np.dtype(jnp.bfloat16)
     )
     step = train_step(spec, runtime, np.dtype(jnp.bfloat16), batch=4, tokens=128, stacked=True)
-    options = training_options("tpu", topology.chip)
+    options = training_options("tpu", topology.chip, 2048)
     del options["xla_tpu_scoped_vmem_limit_kib"]  # products in smaller pieces compile sooner
     program = compile_for(
         topology, step.function, *step.arguments, donate_argnums=step.donated, compiler_options=options

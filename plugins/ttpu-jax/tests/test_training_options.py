@@ -18,18 +18,19 @@ from ttpu_jax.compiling import compiled_with
 from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
+TOKENS = 2048
 PREFETCHES = ("xla_tpu_async_copy_bandwidth_scaling_factor", "xla_tpu_sliced_prefetch_preferred_slice_size")
 ROWS_ON_THEIR_WAY = "xla_tpu_enable_async_ragged_all_to_all"
 SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 
 
 def test_other_platforms_have_no_options() -> None:
-    assert training_options("cpu", None) == program_options("cpu") == program_options(None) == {}
+    assert training_options("cpu", None, TOKENS) == program_options("cpu") == program_options(None) == {}
     assert engine_options("cpu").keys() == {"xla_cpu_scheduler_type"} and engine_options("gpu") == {}
 
 
 def test_every_tpu_program_shares_the_code_of_equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    for options in (program_options("tpu"), engine_options("tpu"), training_options("tpu", None)):
+    for options in (program_options("tpu"), engine_options("tpu"), training_options("tpu", None, TOKENS)):
         assert options["xla_tpu_enable_deduplicated_calls"] == "ENABLED"
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", "--xla_tpu_enable_deduplicated_calls=DISABLED")
     assert program_options("tpu") == engine_options("tpu") == {ROWS_ON_THEIR_WAY: True}
@@ -42,20 +43,32 @@ def test_prefetches_of_a_v5e_leave_bandwidth_to_attention(name: str, monkeypatch
     """In programs of generation, not in those of an engine or in training, nor where the environment sets it."""
     assert {chip_name for chip_name, chip in CHIPS.items() if name in program_options("tpu", chip)} == {"v5e"}
     assert name not in program_options("tpu") and program_options("cpu", CHIPS["v5e"]) == {}
-    assert name not in engine_options("tpu") and name not in training_options("tpu", CHIPS["v5e"])
+    assert name not in engine_options("tpu") and name not in training_options("tpu", CHIPS["v5e"], TOKENS)
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{name}=1")
     assert {*PREFETCHES} - program_options("tpu", CHIPS["v5e"]).keys() == {name}
 
 
 def test_an_unknown_tpu_has_those_of_every_tpu() -> None:
-    common = training_options("tpu", None)
-    assert common == training_options("tpu", CHIPS["v4"])
+    common = training_options("tpu", None, TOKENS)
+    assert common == training_options("tpu", CHIPS["v4"], TOKENS)
     for name in ("v5e", "v5p", "v6e", "tpu7x"):
-        assert training_options("tpu", CHIPS[name]).items() > common.items()
+        assert training_options("tpu", CHIPS[name], TOKENS).items() > common.items()
+
+
+def test_products_of_few_tokens_on_v5e_leave_more_vmem_to_gathers() -> None:
+    few = {name: training_options("tpu", chip, 4096) for name, chip in CHIPS.items()}
+    many = {name: training_options("tpu", chip, 4097) for name, chip in CHIPS.items()}
+    assert {name for name in CHIPS if few[name] != many[name]} == {"v5e"}
+    assert few["v5e"][VMEM] < many["v5e"][VMEM]
+
+
+def test_operations_on_the_vector_unit_carry_gathers_where_that_is_faster() -> None:
+    carries = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
+    assert {name for name, chip in CHIPS.items() if carries in training_options("tpu", chip, TOKENS)} == {"v5e", "v6e"}
 
 
 def test_sparse_cores_are_asked_where_there_are_some() -> None:
-    asked = {name for name, chip in CHIPS.items() if SPARSE_CORES in training_options("tpu", chip)}
+    asked = {name for name, chip in CHIPS.items() if SPARSE_CORES in training_options("tpu", chip, TOKENS)}
     assert asked == {"v5p", "v6e", "tpu7x"}
 
 
@@ -68,12 +81,12 @@ def test_chips_with_sparse_cores_take_no_rings(name: str, monkeypatch: pytest.Mo
 
 
 def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert VMEM in training_options("tpu", CHIPS["v6e"])
+    assert VMEM in training_options("tpu", CHIPS["v6e"], TOKENS)
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "LIBTPU_INIT_ARGS", f"--{VMEM}=98304 --{SPARSE_CORES}=false")
-    options = training_options("tpu", CHIPS["v6e"])
+    options = training_options("tpu", CHIPS["v6e"], TOKENS)
     assert options and not {VMEM, SPARSE_CORES} & set(options)
     monkeypatch.setitem(compiler_flags._AT_IMPORT, "XLA_FLAGS", "--xla_tpu_enable_async_collective_fusion=false")
-    assert "xla_tpu_enable_async_collective_fusion" not in training_options("tpu", None)
+    assert "xla_tpu_enable_async_collective_fusion" not in training_options("tpu", None, TOKENS)
 
 
 @pytest.mark.tpu_compile
@@ -81,7 +94,7 @@ def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> N
 def test_libtpu_knows_the_options_of_each_chip(name: str) -> None:
     topology = tpu_topology(CHIPS[name].example)
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=_whole(topology))
-    options = training_options("tpu", topology.chip) | program_options("tpu", topology.chip)
+    options = training_options("tpu", topology.chip, TOKENS) | program_options("tpu", topology.chip)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes

@@ -74,9 +74,20 @@ _SPARSE_CORES: Mapping[str, CompilerOption] = MappingProxyType({
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
 })
 
+# Chips whose gathers go on within operations on the vector unit too, and not within products alone. Where nothing
+# carries a gather's steps, the core waits for them. On v5p a step of 96 rows would take a twentieth longer.
+_CARRIED_BY_VECTORS: Mapping[str, CompilerOption] = MappingProxyType({
+    "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True,
+})
+_CHIPS_CARRIED_BY_VECTORS = ("v5e", "v6e")
+
 # Chip → KiB of VMEM for a product and what is fused with it, where more than the compiler's own limit makes training
 # faster: gathers that go on within a product leave it less.
 _TRAINING_VMEM_KIB: Mapping[str, int] = MappingProxyType({"v5e": 49_152, "v5p": 32_768, "v6e": 65_536, "tpu7x": 49_152})
+
+# The same where a device computes no more than 4,096 tokens at once, and gathers take about as long as products.
+_FEW_TOKENS = 4096
+_VMEM_KIB_OF_FEW_TOKENS: Mapping[str, int] = MappingProxyType({"v5e": 28_672})
 
 
 def compiler_flags(platform: str, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -113,20 +124,26 @@ def engine_options(platform: str | None) -> dict[str, CompilerOption]:
     return _not_given({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, platform)
 
 
-def training_options(platform: str, chip: Chip | None) -> dict[str, CompilerOption]:
+def training_options(platform: str, chip: Chip | None, tokens: int) -> dict[str, CompilerOption]:
     """The compiler options of an update, without those that the environment sets.
 
     Args:
         platform: of the devices: cpu, gpu, tpu.
         chip: of the devices; None if it is not known.
+        tokens: that a device computes at once.
     """
     if platform != "tpu":
         return {}
     options = {**_EVERY_PROGRAM, **_TRAINING}
-    if chip is not None and chip.sums_on_sparse_cores:
+    if chip is None:
+        return _not_given(options, platform)
+    if chip.sums_on_sparse_cores:
         options |= _SPARSE_CORES
-    if chip is not None and chip.name in _TRAINING_VMEM_KIB:
-        options["xla_tpu_scoped_vmem_limit_kib"] = _TRAINING_VMEM_KIB[chip.name]
+    if chip.name in _CHIPS_CARRIED_BY_VECTORS:
+        options |= _CARRIED_BY_VECTORS
+    limits = {**_TRAINING_VMEM_KIB, **(_VMEM_KIB_OF_FEW_TOKENS if tokens <= _FEW_TOKENS else {})}
+    if chip.name in limits:
+        options["xla_tpu_scoped_vmem_limit_kib"] = limits[chip.name]
     return _not_given(options, platform)
 
 

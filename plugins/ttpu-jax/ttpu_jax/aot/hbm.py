@@ -8,7 +8,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .hlo import FREE_CUSTOM_CALL, Instruction, Module, array_bytes
+from .hlo import (
+    COLLECTIVE_OPS,
+    FREE_CUSTOM_CALL,
+    Instruction,
+    Module,
+    array_bytes,
+    computes_meanwhile,
+    tuple_elements,
+)
 from .kernels import known_cost
 
 _ARRAY_AND_LAYOUT = re.compile(r"([a-z][a-z0-9]*\[[\d,<=]*\])(?:\{([^}]*)\})?")
@@ -79,20 +87,24 @@ class Traffic:
         return sum(in_hbm(made[name].shape) for name in dict.fromkeys(instruction.operand_names) if name in made)
 
     def _of_fusion(self, fusion: Instruction, made: Mapping[str, Instruction]) -> int:
-        if fusion.name.startswith("async-collective"):
-            return 0  # its bytes are those of the collective's own instructions
         body = self.module.body(self.module.callee(fusion))
+        if fusion.name.startswith("async-collective"):
+            moved = sum(in_hbm(one.shape) for one in body if one.op in COLLECTIVE_OPS)
+            return moved + self._operands(fusion, made) if "start" in fusion.name else 0
         inner = {one.name: one for one in body}
-        read = 0
+        passing = _passing(body) if computes_meanwhile(self.module, fusion) else frozenset[str]()
+        untouched = {one.operands.strip() for one in body if one.op == "parameter" and one.name in passing}
+        moved = 0
         for place, name in enumerate(fusion.operand_names):
-            whole = in_hbm(made[name].shape) if name in made else 0
-            read += min(whole, self._read(fusion, place, whole)) if whole else 0
-        written = in_hbm(fusion.shape)
-        for one in _results(body, inner):
-            if one.op in _UPDATES and in_hbm(fusion.shape) >= sum(one.arrays):
-                written -= sum(one.arrays) - _update_bytes(one, inner)
-        return read + max(written, 0)
-
+            whole = in_hbm(made[name].shape) if name in made and str(place) not in untouched else 0
+            moved += min(whole, self._read(fusion, place, whole)) if whole else 0
+        results, shapes = _results(body, inner), tuple_elements(fusion.shape)
+        if len(results) != len(shapes):
+            return moved + in_hbm(fusion.shape)
+        for one, shape in zip(results, shapes, strict=True):
+            if one.name not in passing and in_hbm(shape):
+                moved += _update_bytes(one, inner) if one.op in _UPDATES else in_hbm(shape)
+        return moved
 
     def _read(self, fusion: Instruction, place: int, whole: int) -> int:
         """Bytes that a fusion reads of an operand of `whole` bytes: parts where it only slices or gathers, and none
@@ -123,6 +135,14 @@ class Traffic:
             elif not (one.op in _UPDATES and places == [0]):
                 return whole, False
         return read, body[-1].name in names
+
+
+def _passing(body: tuple[Instruction, ...]) -> frozenset[str]:
+    """Names of what a fusion passes on to the rest of a collective that goes on meanwhile: parameters that nothing else
+    reads, and the collective's own results."""
+    collectives = {one.name for one in body if one.op in COLLECTIVE_OPS}
+    read = {name for one in body[:-1] if one.name not in collectives for name in one.operand_names}
+    return frozenset(collectives | {one.name for one in body if one.op == "parameter" and one.name not in read})
 
 
 def in_hbm(shape: str) -> int:

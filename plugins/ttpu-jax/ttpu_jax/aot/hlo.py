@@ -117,12 +117,6 @@ class Instruction:
         op = self.op.removesuffix("-start")
         return op if op in COLLECTIVE_OPS else None
 
-    @property
-    def is_named_async(self) -> bool:
-        """Whether a collective without a "done" may run in the background until its result is used. In programs of
-        libtpu 0.0.42 that is nearly always at once."""
-        return "async_collective_name" in self.attributes
-
     def attribute(self, key: str) -> str | None:
         """The value of `key=value`, without a leading `%`, or None."""
         match = _attribute_pattern(key).search(self.attributes)
@@ -235,7 +229,7 @@ def collective_bytes(instruction: Instruction) -> int:
     An asynchronous start also returns its operand and bookkeeping: only the second element is its result. The buffers
     of a ragged all-to-all have room for more than comes; on average a device receives what it sends."""
     if instruction.op.endswith("-start") and instruction.op != "all-reduce-start":
-        elements = _tuple_elements(instruction.shape)
+        elements = tuple_elements(instruction.shape)
         result = sum(array_bytes(elements[1] if len(elements) > 1 else instruction.shape))
         return min(result, array_bytes(elements[0])[0]) if instruction.op == "ragged-all-to-all-start" else result
     return sum(instruction.arrays)
@@ -249,8 +243,15 @@ def fused_collective(module: Module, fusion: Instruction) -> tuple[str, int, Ins
     inner = next((one for one in module.body(callee) if one.op in COLLECTIVE_OPS), None)
     if inner is None:
         return None
-    scatters = inner.op == "all-reduce" and "scatter" in callee
-    return "reduce-scatter" if scatters else inner.op, sum(fusion.arrays), inner
+    if inner.op == "all-reduce" and "scatter" in callee:
+        return "reduce-scatter", sum(fusion.arrays), inner
+    return inner.op, collective_bytes(inner), inner
+
+
+def computes_meanwhile(module: Module, fusion: Instruction) -> bool:
+    """Whether a fusion computes during a collective that another instruction has started. It repeats the collective in
+    its text."""
+    return (module.callee(fusion) or "").startswith("async_collective_fusion")
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
@@ -267,7 +268,7 @@ def _collectives(module: Module, computation: str, count: int, is_async: bool) -
                 result_bytes=collective_bytes(instruction),
                 group_size=module.group_size(instruction),
                 count=count,
-                is_async=is_async or instruction.op.endswith("-start") or instruction.is_named_async,
+                is_async=is_async or instruction.op.endswith("-start"),
                 name=instruction.name,
             )
         elif instruction.op == "while":
@@ -281,16 +282,15 @@ def _collectives(module: Module, computation: str, count: int, is_async: bool) -
 
 
 def _called_collectives(module: Module, caller: Instruction, count: int, is_async: bool) -> Iterator[Collective]:
-    callee = module.callee(caller) or ""
-    if callee.startswith("async_collective_fusion") or caller.name.startswith("async-collective-done"):
-        return  # computes during a collective that was started elsewhere, or ends it, and repeats it in its text
+    if computes_meanwhile(module, caller) or caller.name.startswith("async-collective-done"):
+        return
     fused = fused_collective(module, caller) if caller.op == "fusion" else None
     if fused is not None and fused[0] != fused[2].op:
         op, result_bytes, inner = fused
         yield Collective(op, result_bytes, module.group_size(inner), count, is_async, caller.name)
         return
     starts = caller.op.endswith("-start") or caller.name.startswith("async-collective")
-    yield from _collectives(module, callee, count, is_async or starts)
+    yield from _collectives(module, module.callee(caller) or "", count, is_async or starts)
 
 
 def _parse_instruction(line: str) -> Instruction | None:
@@ -320,7 +320,7 @@ def _closing(text: str, opening: int) -> int:
     return len(text)
 
 
-def _tuple_elements(shape: str) -> list[str]:
+def tuple_elements(shape: str) -> list[str]:
     """Split `(a, (b, c), d)` into `a`, `(b, c)`, `d`. A shape that is not a tuple is its only element."""
     if not shape.startswith("("):
         return [shape]

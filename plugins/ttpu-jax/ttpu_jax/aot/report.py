@@ -235,15 +235,18 @@ def compile_report(
     stacked, tokens = layers == "scan", 1 if task == "decode" else context
     if task == "train":
         step = train_step(spec, runtime, kind, batch=batch, tokens=context, stacked=stacked, remat=remat)
+        shards = prod(devices.shape[axis] for axis in placement.axes_of(axes.BATCH))
+        options = training_options("tpu", topology.chip, batch * context // shards)
     else:
         step = inference_step(spec, runtime, kind, batch=batch, tokens=tokens, context=context, stacked=stacked)
+        options = program_options("tpu", topology.chip)
     step.function.__name__ = f"{task} of {spec.model_type}"  # how an error names the program
     program = compile_for(
         topology,
         step.function,
         *step.arguments,
         donate_argnums=step.donated,
-        compiler_options=(training_options if task == "train" else program_options)("tpu", topology.chip),
+        compiler_options=options,
     )
     return reported(
         program,

@@ -23,6 +23,7 @@ from .hlo import (
     Instruction,
     Module,
     collective_bytes,
+    computes_meanwhile,
     fused_collective,
     parse,
     replica_groups,
@@ -46,7 +47,6 @@ _COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
 _OFFLOAD_STARTS = ("async-start", "call-start")  # collectives that SparseCores perform
 _COLLECTIVE_DONES = ("async-done", "call-done", *(f"{op}-done" for op in COLLECTIVE_OPS))
-_RENAMES = ("bitcast", "get-tuple-element")
 _WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution", "dot", "rng-bit-generator")
 
 
@@ -199,6 +199,19 @@ class _Ledger:
 
 
 @dataclass(slots=True)
+class _InSteps:
+    """A collective of several steps around a ring, each of which the core begins: the first where the collective
+    starts, others within fusions that it goes on in, the rest where it ends.
+
+    left: seconds that the links take for steps that have not begun.
+    ready: the time at which those that have begun are done.
+    """
+
+    left: float
+    ready: float
+
+
+@dataclass(slots=True)
 class _Clocks:
     """Seconds since a computation began: the core's clock, and the times at which queued copies and collectives
     finish. Permutes that use different links, such as those that send opposite ways, go on at once."""
@@ -208,8 +221,7 @@ class _Clocks:
     copies: float = 0.0
     busy: dict[frozenset[Hashable] | None, float] = field(default_factory=dict)  # links → time; None: all of them
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
-    # Collectives that have no "done" and have not been used, by the names under which their results go.
-    named: dict[str, Instruction] = field(default_factory=dict)
+    in_steps: dict[tuple[str | None, ...], _InSteps] = field(default_factory=dict)  # by their channels
     copying: list[str] = field(default_factory=list)  # names of copies that may be under way
 
     def queue_copy(self, name: str, seconds: float) -> None:
@@ -263,8 +275,6 @@ class _Walk:
 
     def _step(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         op = instruction.op
-        if clocks.named:
-            self._use(instruction, clocks, count, ledger)
         if op in ("while", "call", "conditional"):
             clocks.core += self._control_flow(instruction, count, ledger)
         elif op in _COPY_STARTS:
@@ -351,17 +361,6 @@ class _Walk:
         started = done.operand_names[-1] if done.operand_names else ""
         ledger.add(kind, done, clocks.wait_until(clocks.ready.get(started, 0.0)) * count)
 
-    def _use(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
-        """Wait for the named collectives whose results an instruction uses."""
-        for name in instruction.operand_names:
-            if name not in clocks.named:
-                continue
-            if instruction.op in _RENAMES:
-                clocks.named[instruction.name] = clocks.named[name]
-                continue
-            started = clocks.named.pop(name)
-            ledger.add("collective_wait", started, clocks.wait_until(clocks.ready[started.name]) * count)
-
     def _compute(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         seconds = (instruction.estimated_cycles or 0) / self.chip.clock_hz
         clocks.work(seconds, self._in_hbm(instruction, clocks))
@@ -370,10 +369,8 @@ class _Walk:
     def _collective(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         op = instruction.collective_op or ""
         seconds = self._seconds(op, collective_bytes(instruction), instruction, _driven_axes(instruction))
-        if instruction.op.endswith("-start") or instruction.is_named_async:
+        if instruction.op.endswith("-start"):
             self._in_background(instruction, seconds, clocks, count, ledger)
-            if instruction.is_named_async:
-                clocks.named[instruction.name] = instruction
         else:
             clocks.core += seconds
             ledger.add("collective", instruction, seconds * count)
@@ -387,24 +384,59 @@ class _Walk:
 
     def _fusion(self, fusion: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         cycles = fusion.estimated_cycles
+        fused = None if computes_meanwhile(self.module, fusion) else fused_collective(self.module, fusion)
+        begun = clocks.core
         if fusion.name.startswith("async-collective-start"):
-            self._in_background(fusion, self._inner_seconds(fusion) or 0.0, clocks, count, ledger)
+            self._begin_steps(fusion, clocks, count, ledger)
         elif fusion.name.startswith("async-collective-done"):
-            ledger.add("collective_wait", fusion, clocks.wait_until(max(clocks.busy.values(), default=0.0)) * count)
-        elif (fused := fused_collective(self.module, fusion)) and (
-            cycles is None or "all-reduce-scatter" in (self.module.callee(fusion) or "")
-        ):
-            op, result_bytes, inner = fused
-            axes = max(_driven_axes(inner), _driven_axes(fusion))
-            seconds = self._seconds(op, result_bytes, inner, axes)
+            self._end_steps(fusion, clocks, count, ledger)
+        elif fused and (cycles is None or "all-reduce-scatter" in (self.module.callee(fusion) or "")):
+            seconds = self._fused_seconds(fusion, *fused)
             clocks.core += seconds
             ledger.add("collective", fusion, seconds * count)
         elif cycles is not None:
+            if fused:  # it begins and ends within the fusion, whose estimate leaves it out
+                self._in_background(fusion, self._fused_seconds(fusion, *fused), clocks, count, ledger)
             self._compute(fusion, clocks, count, ledger)
+            if fused:
+                ledger.add("collective_wait", fusion, clocks.wait_until(clocks.ready[fusion.name]) * count)
         else:
             ledger.unmodelled.append(Unmodelled(fusion.name, fusion.op, count, part=fusion.part))
             if self.kernels is not None:
                 self._kernel(fusion, clocks, None)
+        if computes_meanwhile(self.module, fusion):
+            self._take_steps(fusion, clocks, begun)
+
+    def _begin_steps(self, start: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
+        inner = self._inner_collectives(start)
+        seconds = self._inner_seconds(start) or 0.0
+        first = seconds / max([1, *(self.module.group_size(one) - 1 for one in inner)])
+        clocks.queue_collective(start.name, first)
+        clocks.in_steps[_channels(inner)] = _InSteps(seconds - first, clocks.ready[start.name])
+        ledger.add("collective_in_background", start, seconds * count)
+
+    def _take_steps(self, fusion: Instruction, clocks: _Clocks, begun: float) -> None:
+        """Let collectives go on, as long as a fusion computes that has begun at a moment."""
+        inner = self._inner_collectives(fusion)
+        for channel in _channels(inner):
+            one = clocks.in_steps.get((channel,))
+            if one is None:
+                continue
+            at = max(begun, one.ready, *clocks.busy.values())
+            taken = min(one.left, max(0.0, clocks.core - at))
+            if taken:
+                one.left -= taken
+                one.ready = clocks.busy[None] = at + taken
+
+    def _end_steps(self, done: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
+        going_on = clocks.in_steps.pop(_channels(self._inner_collectives(done)), None)
+        if going_on is not None:
+            at = max(clocks.core, going_on.ready, *clocks.busy.values()) if going_on.left else going_on.ready
+            ledger.add("collective_wait", done, clocks.wait_until(at + going_on.left) * count)
+
+    def _fused_seconds(self, fusion: Instruction, op: str, result_bytes: int, inner: Instruction) -> float:
+        axes = max(_driven_axes(inner), _driven_axes(fusion))
+        return self._seconds(op, result_bytes, inner, axes)
 
     def _in_background(
         self, start: Instruction, seconds: float, clocks: _Clocks, count: int, ledger: _Ledger
@@ -413,8 +445,11 @@ class _Walk:
         clocks.queue_collective(start.name, seconds, route(start, self.torus).links if permutes else None)
         ledger.add("collective_in_background", start, seconds * count)
 
+    def _inner_collectives(self, caller: Instruction) -> list[Instruction]:
+        return [one for one in self.module.body(self.module.callee(caller)) if one.op in COLLECTIVE_OPS]
+
     def _inner_seconds(self, caller: Instruction) -> float | None:
-        inner = [one for one in self.module.body(self.module.callee(caller)) if one.op in COLLECTIVE_OPS]
+        inner = self._inner_collectives(caller)
         if not inner:
             return None
         return sum(self._seconds(one.op, collective_bytes(one), one, _driven_axes(one)) for one in inner)
@@ -447,3 +482,8 @@ def _driven_axes(collective: Instruction) -> int:
     if "UniDirection" in collective.attributes:  # two colors per dimension, one for each direction
         return max(1, colors // 2)
     return colors if "StrategyND" in collective.attributes else 1
+
+
+def _channels(collectives: list[Instruction]) -> tuple[str | None, ...]:
+    """What tells a collective that goes on in steps from others, wherever its text is repeated."""
+    return tuple(one.attribute("channel_id") for one in collectives)

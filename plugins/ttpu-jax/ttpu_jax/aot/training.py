@@ -90,7 +90,7 @@ def compile_update(
         step.function,
         *step.arguments,
         donate_argnums=step.donated,
-        compiler_options=training_options("tpu", topology.chip),
+        compiler_options=training_options("tpu", topology.chip, rows * length),
     )
     return CompiledUpdate(
         topology=topology.name,

@@ -512,4 +512,5 @@ class JaxTrainRunner:
         held = self._shardings, self._state_shardings, self._whole
         jitted = jax.jit(update, donate_argnums=(0, 1), in_shardings=given, out_shardings=held)
         program = lower(jitted, self.params, self.optimizer_state, batch, number)
-        return compiled_with(program, training_options(placement.platform, placement.chip))
+        tokens = batch.tokens.size // (self.layout.shards * self.settings.accumulation)
+        return compiled_with(program, training_options(placement.platform, placement.chip, tokens))
