@@ -221,7 +221,7 @@ class _Clocks:
     copies: float = 0.0
     busy: dict[frozenset[Hashable] | None, float] = field(default_factory=dict)  # links → time; None: all of them
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
-    in_steps: dict[tuple[str | None, ...], _InSteps] = field(default_factory=dict)  # by their channels
+    in_steps: dict[str | None, _InSteps] = field(default_factory=dict)  # by channel, which fusions repeat
     copying: list[str] = field(default_factory=list)  # names of copies that may be under way
 
     def queue_copy(self, name: str, seconds: float) -> None:
@@ -408,18 +408,17 @@ class _Walk:
             self._take_steps(fusion, clocks, begun)
 
     def _begin_steps(self, start: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
-        inner = self._inner_collectives(start)
-        seconds = self._inner_seconds(start) or 0.0
-        first = seconds / max([1, *(self.module.group_size(one) - 1 for one in inner)])
-        clocks.queue_collective(start.name, first)
-        clocks.in_steps[_channels(inner)] = _InSteps(seconds - first, clocks.ready[start.name])
-        ledger.add("collective_in_background", start, seconds * count)
+        for one in self._inner_collectives(start):
+            seconds = self._seconds(one.op, collective_bytes(one), one, _driven_axes(one))
+            first = seconds / max(1, self.module.group_size(one) - 1)
+            clocks.queue_collective(start.name, first)
+            clocks.in_steps[one.attribute("channel_id")] = _InSteps(seconds - first, clocks.ready[start.name])
+            ledger.add("collective_in_background", start, seconds * count)
 
     def _take_steps(self, fusion: Instruction, clocks: _Clocks, begun: float) -> None:
-        """Let collectives go on, as long as a fusion computes that has begun at a moment."""
-        inner = self._inner_collectives(fusion)
-        for channel in _channels(inner):
-            one = clocks.in_steps.get((channel,))
+        """Let the collectives that a fusion carries go on for as long as it computes, from the moment `begun`."""
+        for inner in self._inner_collectives(fusion):
+            one = clocks.in_steps.get(inner.attribute("channel_id"))
             if one is None:
                 continue
             at = max(begun, one.ready, *clocks.busy.values())
@@ -429,10 +428,11 @@ class _Walk:
                 one.ready = clocks.busy[None] = at + taken
 
     def _end_steps(self, done: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
-        going_on = clocks.in_steps.pop(_channels(self._inner_collectives(done)), None)
-        if going_on is not None:
-            at = max(clocks.core, going_on.ready, *clocks.busy.values()) if going_on.left else going_on.ready
-            ledger.add("collective_wait", done, clocks.wait_until(at + going_on.left) * count)
+        for inner in self._inner_collectives(done):
+            one = clocks.in_steps.pop(inner.attribute("channel_id"), None)
+            if one is not None:
+                at = max(clocks.core, one.ready, *clocks.busy.values()) if one.left else one.ready
+                ledger.add("collective_wait", done, clocks.wait_until(at + one.left) * count)
 
     def _fused_seconds(self, fusion: Instruction, op: str, result_bytes: int, inner: Instruction) -> float:
         axes = max(_driven_axes(inner), _driven_axes(fusion))
@@ -482,8 +482,3 @@ def _driven_axes(collective: Instruction) -> int:
     if "UniDirection" in collective.attributes:  # two colors per dimension, one for each direction
         return max(1, colors // 2)
     return colors if "StrategyND" in collective.attributes else 1
-
-
-def _channels(collectives: list[Instruction]) -> tuple[str | None, ...]:
-    """What tells a collective that goes on in steps from others, wherever its text is repeated."""
-    return tuple(one.attribute("channel_id") for one in collectives)
