@@ -66,6 +66,7 @@ DECODE = {
 TRAINING = {
     Optimization.TRAINED_PRODUCTS: ("= ppermute", True),
     Optimization.GRADIENT_RINGS: ("= ppermute", True),
+    Optimization.SUMS_IN_HBM: ("target_name=PinToDevice", True),
     Optimization.VOCABULARY_LOSS: ("= sharding_constraint", True),
     Optimization.UNSET_GRADIENTS: ("= empty", True),
     Optimization.ROPE_PRODUCT: ("= split", False),

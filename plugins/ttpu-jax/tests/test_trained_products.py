@@ -296,6 +296,32 @@ def test_sparse_cores_sum_gradients_where_two_axes_shard_them(case: str) -> None
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize(("in_hbm", "width"), [(False, 1024), (True, 1024), (True, 8192)])
+def test_sums_stay_in_hbm_on_their_way(in_hbm: bool, width: int) -> None:
+    """Of sums of more than 8 MiB what has arrived does."""
+    topology = tpu_topology("v5e:2x2")
+    mesh = make_mesh(topology, {"fsdp": 4})
+    ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()), in_hbm=in_hbm)
+    x, kernel, wanted = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
+        for shape, cut in [((4, 1024, 8192), ("fsdp",)), ((width, 8192), (None, "fsdp")), ((4, 1024, width), ("fsdp",))]
+    )
+
+    def gradient(x: Any, kernel: Any, wanted: Any) -> jax.Array:
+        return jax.vjp(lambda one: trained_product(x, one, jnp.bfloat16, ring), kernel)[1](wanted)[0]
+
+    step = jax.jit(gradient, out_shardings=kernel.sharding)
+    options = training_options("tpu", topology.chip, 1024)
+    text = compile_for(topology, step, x, kernel, wanted, compiler_options=options).hlo_text
+    block = rf"bf16\[{width // 2},2048\]"
+    arrived = re.findall(rf"= ({block}\S*) collective-permute-done\(", text)
+    products = re.findall(rf"add_convert_fusion\S* = ({block}\S*) fusion\(", text)
+    assert len(arrived) == len(products) == 6
+    assert all("S(1)" not in one for one in arrived) == in_hbm
+    assert all("S(1)" not in one for one in products) == (in_hbm and width == 1024)
+
+
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize("hidden", [512, 1024])
 def test_weights_that_do_not_fill_lanes_are_rounded_before_the_loop(hidden: int) -> None:
     """Of 512 features each of eight v5e chips has 64, and the compiler would copy the float32 weights of all layers."""

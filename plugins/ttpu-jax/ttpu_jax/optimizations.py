@@ -29,6 +29,8 @@ class Optimization(StrEnum):
     """On a TPU products of a training step round their gradients where they are made. Rings need that."""
     GRADIENT_RINGS = "gradient_rings"
     """Devices sum a kernel's gradient in a ring while they multiply."""
+    SUMS_IN_HBM = "sums_in_hbm"
+    """On a TPU such sums stay in HBM on their way, so that products share their code."""
     VOCABULARY_LOSS = "vocabulary_loss"
     """Devices that share the head divide the vocabulary of the loss."""
     UNSET_GRADIENTS = "unset_gradients"
@@ -44,8 +46,8 @@ OF_PROGRAMS: Mapping[str, frozenset[Optimization]] = MappingProxyType({
         Optimization.WINDOW_CACHE, Optimization.ROPE_PRODUCT, Optimization.FUSED_NORMS, Optimization.MESH_ORDER,
     }),
     "train": frozenset({
-        Optimization.TRAINED_PRODUCTS, Optimization.GRADIENT_RINGS, Optimization.VOCABULARY_LOSS,
-        Optimization.UNSET_GRADIENTS, Optimization.ROPE_PRODUCT, Optimization.MESH_ORDER,
+        Optimization.TRAINED_PRODUCTS, Optimization.GRADIENT_RINGS, Optimization.SUMS_IN_HBM,
+        Optimization.VOCABULARY_LOSS, Optimization.UNSET_GRADIENTS, Optimization.ROPE_PRODUCT, Optimization.MESH_ORDER,
     }),
 })  # fmt: skip
 """What a program for TPUs can have, by its task."""

@@ -129,6 +129,7 @@ class ProgramReport:
     loops_without_trip_count: int
 
     compile_seconds: float
+    compile_cpu_seconds: float  # of this process
     jax_version: str
     libtpu_version: str
     without: tuple[str, ...] = ()  # optimizations that were left out
@@ -292,6 +293,7 @@ def reported(
         unmodelled=_unmodelled_totals(program),
         loops_without_trip_count=len(program.estimate.loops_without_trip_count),
         compile_seconds=program.compile_seconds,
+        compile_cpu_seconds=program.compile_cpu_seconds,
         jax_version=jax.__version__,
         libtpu_version=metadata.version("libtpu"),
     )

@@ -152,7 +152,7 @@ def compile_report(
             metavar="NAMES",
             help="Optimizations to leave out, for comparison, with commas between them: rope_product and mesh_order; "
             "of decode and prefill window_cache and fused_norms; of decode cache_write; of training trained_products, "
-            "gradient_rings, vocabulary_loss, unset_gradients.",
+            "gradient_rings, sums_in_hbm, vocabulary_loss, unset_gradients.",
         ),
     ] = "",
     explain: Annotated[
@@ -362,7 +362,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("collectives", "\n".join(_collectives(report)) or "none"),
         ("without an estimate", "\n".join(_uncounted(report)) or "nothing"),
         ("optimizations left out", "\n".join(report.without) or "none"),
-        ("compiled in", f"{report.compile_seconds:.1f} s"),
+        ("compiled in", f"{report.compile_seconds:.1f} s ({report.compile_cpu_seconds:.0f} CPU seconds)"),
     ]
 
 
