@@ -74,7 +74,10 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 class TestProducts:
-    def test_rows_are_gathered(self, size: int) -> None:
+    @pytest.mark.parametrize("in_halves", [False, True])
+    def test_rows_are_gathered(self, size: int, in_halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if in_halves:
+            monkeypatch.setattr(rings, "_IN_VMEM_BYTES", 0)
         x, kernel, bias = draw(2, size * ROWS, HIDDEN), draw(2 * size, 3, HIDDEN), draw(2 * size, 3)
         found = jax.jit(partial(gathered_product, ring=ring(size)))(x, kernel, bias)
         assert_close(found, jnp.einsum("bsi,koi->bsko", x, kernel) + bias)
@@ -385,9 +388,9 @@ class TestWhatTakesLonger:
     @pytest.mark.parametrize(("kind", "links"), [("TPU v5 lite", False), ("TPU v6 lite", True), ("cpu", False)])
     def test_rows_leave_early_where_links_do(self, kind: str, links: bool) -> None:
         device = SimpleNamespace(device_kind=kind)
-        of_chips: Any = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device], object)))
+        mesh: Any = SimpleNamespace(devices=np.array([device], object))
         x = jnp.zeros((1, 256, 4096), jnp.bfloat16)
-        assert rings._links_take_longer(x, 3 * 4096 * 1792, of_chips) == links
+        assert rings._links_take_longer(x, 3 * 4096 * 1792, rings.Ring(mesh, "tensor")) == links
 
 
 @pytest.mark.parametrize("stream", ["rings", "whole"])

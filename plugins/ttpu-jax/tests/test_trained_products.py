@@ -26,6 +26,7 @@ from ttpu_jax.model.causal_model import causal_model
 from ttpu_jax.model.loss import token_batch
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.ops.masters import Master, rounded
+from ttpu_jax.ops.matmul import trained as trained_module
 from ttpu_jax.ops.matmul.trained import gradient_ring, trained_product, trained_products
 from ttpu_jax.params.initialize import abstract_parameters, random_parameters
 from ttpu_jax.params.placement import Placement, local_placement
@@ -296,15 +297,18 @@ def test_sparse_cores_sum_gradients_where_two_axes_shard_them(case: str) -> None
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize(("in_hbm", "width"), [(False, 1024), (True, 1024), (True, 8192)])
-def test_sums_stay_in_hbm_on_their_way(in_hbm: bool, width: int) -> None:
-    """Of sums of more than 8 MiB what has arrived does."""
+@pytest.mark.parametrize(("in_hbm", "small"), [(False, True), (True, True), (True, False)])
+def test_sums_stay_in_hbm_on_their_way(in_hbm: bool, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large sums what has arrived does."""
+    assert trained_module._IN_HBM_BYTES == 8 << 20
+    if not small:
+        monkeypatch.setattr(trained_module, "_IN_HBM_BYTES", 1 << 20)
     topology = tpu_topology("v5e:2x2")
     mesh = make_mesh(topology, {"fsdp": 4})
-    ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()), in_hbm=in_hbm)
+    ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()), sums_in_hbm=in_hbm)
     x, kernel, wanted = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*cut)))
-        for shape, cut in [((4, 1024, 8192), ("fsdp",)), ((width, 8192), (None, "fsdp")), ((4, 1024, width), ("fsdp",))]
+        for shape, cut in [((4, 1024, 8192), ("fsdp",)), ((1024, 8192), (None, "fsdp")), ((4, 1024, 1024), ("fsdp",))]
     )
 
     def gradient(x: Any, kernel: Any, wanted: Any) -> jax.Array:
@@ -313,12 +317,12 @@ def test_sums_stay_in_hbm_on_their_way(in_hbm: bool, width: int) -> None:
     step = jax.jit(gradient, out_shardings=kernel.sharding)
     options = training_options("tpu", topology.chip, 1024)
     text = compile_for(topology, step, x, kernel, wanted, compiler_options=options).hlo_text
-    block = rf"bf16\[{width // 2},2048\]"
+    block = r"bf16\[512,2048\]"
     arrived = re.findall(rf"= ({block}\S*) collective-permute-done\(", text)
     products = re.findall(rf"add_convert_fusion\S* = ({block}\S*) fusion\(", text)
     assert len(arrived) == len(products) == 6
     assert all("S(1)" not in one for one in arrived) == in_hbm
-    assert all("S(1)" not in one for one in products) == (in_hbm and width == 1024)
+    assert all("S(1)" not in one for one in products) == (in_hbm and small)
 
 
 @pytest.mark.tpu_compile

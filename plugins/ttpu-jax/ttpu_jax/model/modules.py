@@ -93,8 +93,8 @@ class Runtime:
         """The devices that sum the gradient of a kernel in a ring, see `ttpu_jax.ops.matmul.trained.gradient_ring`."""
         if Optimization.GRADIENT_RINGS in self.without:
             return None
-        in_hbm = self.placement.platform == "tpu" and Optimization.SUMS_IN_HBM not in self.without
-        return gradient_ring(self.placement.mesh, kernel, rows, in_hbm=in_hbm)
+        sums_in_hbm = self.placement.platform == "tpu" and Optimization.SUMS_IN_HBM not in self.without
+        return gradient_ring(self.placement.mesh, kernel, rows, sums_in_hbm=sums_in_hbm)
 
 
 class SharedParam(nnx.Param):

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from ttpu_core.sharding.hardware import chip_of_device_kind
+from ttpu_core.sharding.hardware import Chip, chip_of_device_kind
+from ttpu_jax.ops.memories import in_vmem
 
 StreamForm = Literal["whole", "auto", "rings"]
 """Where the sequence of the residual stream is cut over the devices that share MLPs and heads: nowhere ("whole"), in
@@ -29,6 +30,9 @@ Lower = Callable[[jax.Array, jax.Array], jax.Array]
 """An activation and its product with one device's share of a kernel."""
 Halves = tuple[jax.Array, jax.Array]
 """Of rows or sums that travel: what goes ahead, and what goes back."""
+
+# Up to so many bytes of a gathered product stay in VMEM, on chips that have 128 MiB of it.
+_IN_VMEM_BYTES, _CHIPS_WITH_ROOM = 16 << 20, ("v5e", "v6e")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Ring:
     def size(self) -> int:
         """Number of devices in the ring."""
         return int(self.mesh.shape[self.axis])
+
+    @property
+    def chip(self) -> Chip | None:
+        """What the devices are, if they are TPUs."""
+        return chip_of_device_kind(self.mesh.devices.flat[0].device_kind)
 
     @property
     def cut_rows(self) -> PartitionSpec:
@@ -313,11 +322,10 @@ def _links_take_longer(x: jax.Array, numbers: int, ring: Ring) -> bool:
         numbers: those of a device's share of the kernels.
         ring: the devices.
     """
-    chip = chip_of_device_kind(ring.mesh.devices.flat[0].device_kind)
-    if chip is None:
+    if ring.chip is None:
         return False
-    rows_and_sums = x.size * x.dtype.itemsize / chip.ici_bytes_per_second  # half of either in each direction
-    return rows_and_sums > 2 * x.shape[0] * x.shape[1] * numbers / chip.bf16_flops
+    rows_and_sums = x.size * x.dtype.itemsize / ring.chip.ici_bytes_per_second  # half of either in each direction
+    return rows_and_sums > 2 * x.shape[0] * x.shape[1] * numbers / ring.chip.bf16_flops
 
 
 def _both_ways(halves: Halves, ring: Ring) -> Halves:
@@ -338,26 +346,35 @@ def _gathered(x: jax.Array, multiply: Multiply, ring: Ring) -> jax.Array:
     """multiply(all rows) [batch, seq, *out] of the rows x [batch, rows, in] of each device. Each row goes round half of
     the ring, half of those of the device opposite in either direction.
 
-    The halves of a device's rows travel apart all the way: XLA copies half of what has arrived before it sends that on.
+    Where VMEM has no room for the result, the halves of a device's rows travel apart all the way: XLA copies half of
+    what has arrived before it sends that on.
     """
     size, rows, here = ring.size, x.shape[1], jax.lax.axis_index(ring.axis)
     half = rows // 2
-    own = jax.lax.optimization_barrier((x[:, :half], x[:, half:]))  # else XLA multiplies them as one
+    result = jax.eval_shape(multiply, x)
+    small = size * result.size * result.dtype.itemsize <= _IN_VMEM_BYTES
+    # Without the barrier XLA multiplies halves of what is whole, and what is in halves as one.
+    own = jax.lax.optimization_barrier((x,) if small else (x[:, :half], x[:, half:]))
+    gathered = jax.lax.empty((len(x), size * rows, *result.shape[2:]), result.dtype)
+
+    def put(gathered: jax.Array, product: jax.Array, before: int, first: int) -> jax.Array:
+        """With the product of rows of the device `before` places before this one, of which the first is `first`."""
+        return jax.lax.dynamic_update_slice_in_dim(gathered, product, (here - before) % size * rows + first, 1)
+
+    firsts = (0,) if small else (0, half)
     products = [multiply(each) for each in own]
-    gathered = jax.lax.empty((len(x), size * rows, *products[0].shape[2:]), products[0].dtype)
-
-    def put(gathered: jax.Array, product: jax.Array, before: int, number: int) -> jax.Array:
-        """With the product of a half, 0 or 1, of the rows of the device `before` places before this one."""
-        at = (here - before) % size * rows + number * half
-        return jax.lax.dynamic_update_slice_in_dim(gathered, product, at, 1)
-
-    for number in (0, 1):
-        gathered = put(gathered, products[number], 0, number)
-    travelling = [(number, step, own[number]) for number in (0, 1) for step in (1, -1)]
+    for first, product in zip(firsts, products, strict=True):
+        gathered = put(gathered, product, 0, first)
+    travelling = [(first, step, each) for first, each in zip(firsts, own, strict=True) for step in (1, -1)]
     for turn in range(1, size // 2 + 1):
-        if 2 * turn == size:
-            travelling = [each for each in travelling if each[0] == (each[1] < 0)]
-        travelling = [(number, step, _sent(piece, ring, step)) for number, step, piece in travelling]
-        for number, step, arrived in travelling:
-            gathered = put(gathered, multiply(arrived), step * turn, number)
-    return gathered
+        if 2 * turn == size and small:
+            (_, _, ahead), (_, _, back) = travelling
+            travelling = [(0, 1, ahead[:, :half]), (half, -1, back[:, half:])]
+        elif 2 * turn == size:
+            travelling = [each for each in travelling if (each[0] == 0) == (each[1] > 0)]
+        travelling = [(first, step, _sent(piece, ring, step)) for first, step, piece in travelling]
+        for first, step, arrived in travelling:
+            gathered = put(gathered, multiply(arrived), step * turn, first)
+    has_room = ring.chip is not None and ring.chip.name in _CHIPS_WITH_ROOM
+    # XLA:TPU would keep it in HBM on v5e.
+    return in_vmem(gathered) if small and has_room else gathered

@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from ttpu_core.sharding.hardware import chip_of_device_kind
+from ttpu_jax.ops.memories import in_hbm
 
 Axes = tuple[str, ...]
 LANES = 128
@@ -36,8 +37,8 @@ class GradientRing:
         kernel: for each dimension of the kernel, the mesh axes that shard it.
         rows: for each dimension of the activations but the last, the mesh axes that shard it.
         by_compiler: whether the compiler sums the gradient, which it leaves to SparseCores.
-        in_hbm: whether sums stay in HBM on their way. XLA:TPU compiles a product anew for each combination of HBM and
-            VMEM that it reads from and writes to.
+        sums_in_hbm: whether sums stay in HBM on their way. XLA:TPU compiles a product anew for each combination of
+            HBM and VMEM that it reads from and writes to.
     """
 
     mesh: Mesh
@@ -46,11 +47,11 @@ class GradientRing:
     kernel: tuple[Axes, ...]
     rows: tuple[Axes, ...]
     by_compiler: bool = False
-    in_hbm: bool = False
+    sums_in_hbm: bool = False
 
 
 def gradient_ring(
-    mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...], *, in_hbm: bool = False
+    mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...], *, sums_in_hbm: bool = False
 ) -> GradientRing | None:
     """The devices that sum the gradient of a kernel, or None where they form no ring.
 
@@ -58,7 +59,7 @@ def gradient_ring(
         mesh: the devices.
         kernel: for each dimension of the kernel, the mesh axes that shard it.
         rows: for each dimension of the activations but the last, the mesh axes that shard it.
-        in_hbm: whether sums stay in HBM on their way; on TPUs only.
+        sums_in_hbm: whether sums stay in HBM on their way; on TPUs only.
     """
     of_rows = {axis for each in rows for axis in each}
     shared = [(place, axis) for place, each in enumerate(kernel) for axis in each if axis in of_rows]
@@ -69,7 +70,8 @@ def gradient_ring(
         return None
     chip = chip_of_device_kind(mesh.devices.flat[0].device_kind)
     by_compiler = chip is not None and chip.sums_on_sparse_cores
-    return GradientRing(mesh, axis, place, kernel, rows, by_compiler=by_compiler, in_hbm=in_hbm and not by_compiler)
+    sums_in_hbm &= not by_compiler
+    return GradientRing(mesh, axis, place, kernel, rows, by_compiler=by_compiler, sums_in_hbm=sums_in_hbm)
 
 
 def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: GradientRing | None) -> jax.Array:
@@ -215,7 +217,7 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
         return [jnp.concatenate(summed, axis=0 if ring.dimension else 1)] if halved else summed
 
     def stored(one: jax.Array) -> jax.Array:
-        return _in_hbm(one) if ring.in_hbm and one.nbytes <= _IN_HBM_BYTES else one
+        return in_hbm(one) if ring.sums_in_hbm and one.nbytes <= _IN_HBM_BYTES else one
 
     sums: list[Any] = [None] * len(pairs)
     last: Any = None
@@ -233,16 +235,10 @@ def _both_ways(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, pro
                 place, arrived, _ = jax.lax.optimization_barrier((place, arrived, last))
             found = product(jax.lax.dynamic_slice_in_dim(divided, place, width, 1), other)
             if arrived is not None:
-                found = found + (_in_hbm(arrived) if ring.in_hbm else arrived).astype(jnp.float32)
+                found = found + (in_hbm(arrived) if ring.sums_in_hbm else arrived).astype(jnp.float32)
             sums[number] = last = found.astype(divided.dtype)
     sums = [stored(each) for each in sums]
     return [jnp.concatenate(sums, axis=0 if ring.dimension else 1)] if halved else sums
-
-
-def _in_hbm(x: jax.Array) -> jax.Array:
-    """x, which XLA:TPU does not place in VMEM."""
-    found: jax.Array = jax.ffi.ffi_call("PinToDevice", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-    return found
 
 
 def _two_blocks_at_once(pairs: list[tuple[jax.Array, jax.Array]], ring: GradientRing, product: Any) -> list[jax.Array]:
