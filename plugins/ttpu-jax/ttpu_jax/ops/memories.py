@@ -11,8 +11,8 @@ def in_hbm(x: jax.Array) -> jax.Array:
 
 
 def in_vmem(x: jax.Array) -> jax.Array:
-    """x [...], which XLA:TPU keeps in VMEM, from where it is made to its last use. A program that has no room for it there
-    does not compile."""
+    """x [...], which XLA:TPU keeps in VMEM, from where it is made to its last use. A program that has no room for it
+    there does not compile."""
     return _pinned(x, "PinToDeviceSram")
 
 
