@@ -237,9 +237,9 @@ class TestRings:
     def test_products_send_what_others_need_in_the_background(self, programs: dict[str, ProgramReport]) -> None:
         ring, whole = programs["auto"], programs["whole"]
         sent = [one for one in ring.collectives if one.op == "collective-permute"]
-        # Rows for queries, keys and values come from either side in halves, and one half of those opposite by each way.
+        # Rows for queries, keys and values come from either side, and one half of those opposite by each way.
         # In the MLP half of a device's rows, and then their sums, pass three devices in either direction.
-        attention, mlp = 2 * 2 + 2, 2 * 2 * 3
+        attention, mlp = 2 + 2, 2 * 2 * 3
         in_scan = LAYERS * (attention + mlp)
         expected = in_scan if ring.layers == "scan" else in_scan - mlp  # the last layer's MLP has one token
         assert sum(one.count for one in sent) == expected + 1  # and the last token's row

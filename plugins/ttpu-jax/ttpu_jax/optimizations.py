@@ -30,7 +30,7 @@ class Optimization(StrEnum):
     GRADIENT_RINGS = "gradient_rings"
     """Devices sum a kernel's gradient in a ring while they multiply."""
     SUMS_IN_HBM = "sums_in_hbm"
-    """On a TPU such sums stay in HBM on their way, so that products share their code."""
+    """On a TPU such sums stay in HBM on their way, where a device has few rows: products share their code."""
     VOCABULARY_LOSS = "vocabulary_loss"
     """Devices that share the head divide the vocabulary of the loss."""
     UNSET_GRADIENTS = "unset_gradients"
