@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +23,7 @@ from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import CHIPS, GIB, TpuTopology, make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import OVERLAP_COLLECTIVES
+from ttpu_jax.ops.memories import in_vmem
 from ttpu_jax.runner.compilation import Program
 
 GROUP = "replica_groups={{0,1,2,3}}"
@@ -655,6 +657,15 @@ class TestCompile:
         needed = 2 * 2 * side * side / GIB  # the operand and the product
         assert f"needs {needed:.2f} GiB" in str(refusal.value)
         assert "where 15.75 GiB are available" in str(refusal.value)
+
+    def test_an_array_that_finds_no_room_in_vmem_is_refused(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        def both(x: jax.Array) -> jax.Array:
+            one, other = (in_vmem(each, Layout((0, 1))) for each in (x + 1, jnp.sin(x)))
+            return one @ other + other @ one
+
+        x = jax.ShapeDtypeStruct((5120, 5120), jnp.float32, sharding=NamedSharding(mesh, P()))
+        with pytest.raises(UnsupportedError, match="VMEM has no room for an array that is kept there"):
+            compile_for(v5e, both, x)
 
     def test_an_argument_without_the_topologys_devices_is_refused(self, v5e: TpuTopology) -> None:
         with pytest.raises(UnsupportedError, match=r"argument \[0\]\['x'\] of shape \(8,\) has no sharding"):

@@ -226,6 +226,12 @@ def explained(error: Exception, topology: TpuTopology, name: str) -> Exception:
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:
         return UnsupportedError(_exhausted(error, topology, name))
+    if "requires allocation in the alternate memory" in message:
+        return UnsupportedError(
+            f"{name} was compiled for {topology.name!r}, but VMEM has no room for an array that is kept there, libtpu "
+            f"saying {first_line(error)!r}: leave it more (xla_tpu_scoped_vmem_limit_kib in LIBTPU_INIT_ARGS is what "
+            "products take of it), or cut no rows of the residual stream (residual_stream='whole')."
+        )
     if "into flag" in message:
         return UnsupportedError(
             f"compiling {name} for {topology.name!r} was asked for with options that libtpu refuses, saying "
