@@ -101,7 +101,12 @@ TABLES: dict[str, list[Program]] = {
         *tensor_8("gemma-3-12b", "decode"),
         *tensor_8("Qwen3-30B-A3B", "decode", "prefill"),
         *(
-            Program("Qwen3-30B-A3B", name, "decode", "data=2,tensor=4", ("--sharding-rules", "expert=data+tensor"))
+            Program("Qwen3-30B-A3B", name, task, mesh, ("--sharding-rules", rule))
+            for task, mesh, rule in (
+                ("decode", "data=2,tensor=4", "expert=data+tensor"),
+                ("decode", "tensor=8", "expert=tensor"),
+                ("prefill", "tensor=8", "expert=tensor"),
+            )
             for name in ("v5e:2x4", "v6e:2x4")
         ),
         *tensor_8("Mixtral-8x7B", "decode", "prefill"),

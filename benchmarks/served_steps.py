@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ttpu_core.config import ModelConfig
 from ttpu_core.registry import default_registry
+from ttpu_core.sharding.parallelism import parse_rules, strategy_with
 from ttpu_jax.aot import hlo
 from ttpu_jax.aot.compile import CompiledProgram, compile_lowered
 from ttpu_jax.aot.schedule import ScheduleEstimate, estimate
@@ -36,8 +37,9 @@ def compiled(asked: argparse.Namespace) -> CompiledProgram:
         "kv_cache_dtype": asked.kv_cache_dtype,
     })  # fmt: skip
     mesh = {"tensor": len(topology.devices)}
+    strategy = strategy_with(parse_rules(asked.sharding_rules) if asked.sharding_rules else None)
     runner = abstract_runner(
-        architecture, topology, settings, "bfloat16", mesh, attn_implementation=asked.attn_implementation
+        architecture, topology, settings, "bfloat16", mesh, strategy, attn_implementation=asked.attn_implementation
     )
     pages = asked.sequences * -(-asked.tokens // PAGE_SIZE) + 1  # and the null page
     runner.num_pages = pages_per_group(replace(runner.config, num_pages=pages), runner.layout, (), None)
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of each sequence")
     parser.add_argument("--attn-implementation", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--sharding-rules", metavar="RULES", help="such as expert=tensor")
     parser.add_argument("--json", action="store_true", help="print one JSON object, without the parts")
     asked = parser.parse_args()
     program = compiled(asked)

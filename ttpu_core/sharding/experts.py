@@ -1,5 +1,6 @@
-"""Which tokens of a mixture devices exchange, where they lie along the same mesh axes as the experts, and for how many
-rows a device has room (docs/parallelism.md)."""
+"""Which tokens of a mixture devices exchange, where they lie along the same mesh axes as the experts; where devices
+that have the same tokens gather the rows of their own experts only; and for how many rows a device has room
+(docs/parallelism.md)."""
 
 from __future__ import annotations
 
@@ -20,6 +21,17 @@ def exchanges(tokens: int, devices: int) -> bool:
     Args:
         tokens: of all devices that would exchange them.
         devices: that would exchange their tokens.
+    """
+    return tokens > FEW and devices > 2
+
+
+def shares_rows(tokens: int, devices: int) -> bool:
+    """Return whether TPUs that have the same tokens each gather the rows of their own experts only, by default: of two,
+    each would have room for three quarters of all rows.
+
+    Args:
+        tokens: that all of them have.
+        devices: that divide the experts.
     """
     return tokens > FEW and devices > 2
 

@@ -18,6 +18,7 @@ from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.model.modules import RESIDUAL, Parameters, Runtime
 from ttpu_jax.model.moe import MoE
+from ttpu_jax.ops.parts import OVERFLOW
 from ttpu_jax.params.placement import Placement
 
 pytestmark = [pytest.mark.tpu_compile, pytest.mark.usefixtures("little_effort")]
@@ -108,9 +109,21 @@ def test_128_tokens_of_many_features_fit_on_the_chip_and_more_tokens_are_grouped
         "route_few",
         "experts_of_few",
     }
-    program = compiled("expert=8", 1, 256)
+    program = compiled("expert=2,tensor=4", 1, 256)
     assert kernels(program) == {"grouped_gate", "grouped_product"}
-    assert filled_shares(program) == {1 / 8}, "a device has the experts of an eighth of the rows"
+    assert filled_shares(program) == {1 / 2}, "a device has the experts of half of the rows"
+
+
+def test_of_many_devices_each_gathers_the_rows_of_its_own_experts() -> None:
+    """An eighth of all rows on average, and room for half as many more; what has no room is computed in a loop."""
+    program, all_rows = compiled("expert=8", 1, 256), 256 * 8
+    assert kernels(program) == {"grouped_gate", "grouped_product", "grouped_gradient"}
+    assert filled_shares(program) == {0.6667}
+    assert f"bf16[{all_rows * 3 // 16},{HIDDEN}]" in program.hlo_text
+    assert f"bf16[{all_rows},{HIDDEN}]" not in program.hlo_text
+    (loop,) = re.findall(r' while\(.*op_name="([^"]*)"', program.hlo_text)
+    assert OVERFLOW in loop.split("/")
+    assert program.estimate.loops_without_trip_count == ()
 
 
 @pytest.mark.slow

@@ -233,18 +233,20 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
 
 
 def strategies(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request: Request) -> Iterator[Strategy]:
-    """Return the strategies that are considered on a mesh: the request's, and to generate one that shards a mixture's
-    experts over the devices of `data` and `tensor`, so that devices gather their tokens for experts and not the
-    experts. An engine's replicas exchange nothing, slices would exchange the tokens of each layer, and a rule for
-    experts that is not the usual one is the user's.
+    """Return the strategies that are considered on a mesh: the request's, and to serve and to generate one that shards
+    a mixture's experts over the devices of `tensor`, and to generate over those of `data` too. Devices then gather
+    their tokens for experts, and not the experts, and of a prompt's tokens each gathers the rows of its own experts
+    only. An engine's replicas exchange nothing, slices would exchange the tokens of each layer, and a rule for experts
+    that is not the usual one is the user's.
     """
     yield request.sharding
     rules, usual = dict(request.sharding.rules), dict(DEFAULT_STRATEGY.rules)
-    if request.purpose != "generation" or topology.slices > 1 or rules.get(axes.EXPERT) != usual[axes.EXPERT]:
+    if request.purpose == "training" or topology.slices > 1 or rules.get(axes.EXPERT) != usual[axes.EXPERT]:
         return
-    if mesh.get("data", 1) == 1 or mesh.get("expert", 1) > 1 or not _mixtures(spec):
+    dividing = ("tensor",) if request.purpose == "inference" else ("data", "tensor")
+    over = tuple(axis for axis in dividing if mesh.get(axis, 1) > 1)
+    if not over or mesh.get("expert", 1) > 1 or not _mixtures(spec):
         return
-    over = tuple(axis for axis in ("data", "tensor") if mesh.get(axis, 1) > 1)
     strategy = strategy_with({axes.EXPERT: over}, request.sharding)
     if admissible(spec, mesh, strategy):
         yield strategy

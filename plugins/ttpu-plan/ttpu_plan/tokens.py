@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log, prod, sqrt
 
-from ttpu_core.sharding.experts import exchanges, room_for_rows
+from ttpu_core.sharding.experts import exchanges, room_for_rows, shares_rows
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.spec import MoESpec, axes
 from ttpu_plan.shards import ModelShards, ParameterShard
@@ -75,7 +75,7 @@ def exchange_for(model: ModelShards, experts: Iterable[ParameterShard], workload
         experts: the layer's parameters; those of experts count.
         workload: the program.
     """
-    by_experts = next((one.multiplied_axes[0] for one in experts if one.of_experts and one.is_matrix), ())
+    by_experts = _axes_of_experts(experts)
     along = tuple(axis for axis in by_experts if axis in axes_of_rows(model, workload))
     devices = prod(model.mesh[axis] for axis in along)
     if not exchanges(expert_tokens(model, experts, workload), devices):
@@ -83,9 +83,14 @@ def exchange_for(model: ModelShards, experts: Iterable[ParameterShard], workload
     return Exchange(along, devices, prod(model.mesh[axis] for axis in by_experts) // devices)
 
 
+def _axes_of_experts(parameters: Iterable[ParameterShard]) -> tuple[str, ...]:
+    """Return the mesh axes that shard experts, the slowest first."""
+    return next((one.multiplied_axes[0] for one in parameters if one.of_experts and one.is_matrix), ())
+
+
 def expert_rows(model: ModelShards, experts: Iterable[ParameterShard], workload: Workload, mlp: MoESpec) -> int:
     """Return the rows of a device's buffers of what experts are given: each token has one for each of its experts, also
-    for those elsewhere, unless tokens are exchanged.
+    for those elsewhere, unless tokens are exchanged, or devices gather the rows of their own experts only.
 
     Args:
         model: on one device.
@@ -95,7 +100,11 @@ def expert_rows(model: ModelShards, experts: Iterable[ParameterShard], workload:
     """
     exchange = exchange_for(model, experts, workload)
     if exchange is None:
-        return expert_tokens(model, experts, workload) * mlp.experts_per_token
+        tokens, choices = expert_tokens(model, experts, workload), mlp.experts_per_token
+        devices = prod(model.mesh[axis] for axis in _axes_of_experts(experts))
+        if workload.task == "train" or not shares_rows(tokens, devices):
+            return tokens * choices
+        return room_for_rows(tokens, choices, mlp.num_experts // devices, 1, devices)
     rows, tokens = local_tokens(model, workload)
     held = mlp.num_experts // (exchange.devices * exchange.same)
     return room_for_rows(rows * tokens, mlp.experts_per_token, held, exchange.devices, exchange.same)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ttpu_core.sharding.experts import exchanges
+from ttpu_core.sharding.experts import exchanges, shares_rows
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import (
     MLP,
@@ -32,6 +32,7 @@ from ttpu_jax.ops.few_tokens import Router as RouterValues
 from ttpu_jax.ops.few_tokens import run_few, why_not_few
 from ttpu_jax.ops.kernels import QuantizedKernel, map_arrays
 from ttpu_jax.ops.linear import linear
+from ttpu_jax.ops.local_experts import run_local, why_not_local
 from ttpu_jax.ops.moe import ExpertKernels, choose_experts, run_experts
 from ttpu_jax.ops.parts import Part, part
 
@@ -122,6 +123,7 @@ class Experts(nnx.Module):
             [batch, seq, hidden].
         """
         platform, exchange = self.runtime.placement.platform, self._exchange(x)
+        summed_in = jnp.dtype(jnp.float32) if ring_of(x, self.runtime) is None else x.dtype
 
         def run(
             x: jax.Array,
@@ -133,9 +135,17 @@ class Experts(nnx.Module):
         ) -> jax.Array:
             if exchange is not None:
                 return run_exchanged(x, chosen, weights, kernels, exchange)
+            if self._most_are_elsewhere(len(x), kernels) and why_not_local(x, kernels, platform, inner_axes) is None:
+                return run_local(x, chosen, weights, kernels, self.spec, platform, first, inner_axes, summed_in)
             return run_experts(x, chosen, weights, kernels, self.spec, platform, first, inner_axes)
 
         return self._sharded(run, x, chosen, weights, exchanging=exchange.exchanging if exchange else ())
+
+    def _most_are_elsewhere(self, tokens: int, kernels: ExpertKernels) -> bool:
+        """Whether a device gathers the rows of its own experts only, of so many tokens; on a TPU where that pays."""
+        devices = self.spec.num_experts // kernels.up.shape[0]
+        pays = self.runtime.placement.platform != "tpu" or shares_rows(tokens, devices)
+        return self.runtime.experts != "grouped" and devices > 1 and pays
 
     def _exchange(self, x: jax.Array) -> ExchangedExperts | None:
         """How devices send each other the tokens of x [batch, seq, hidden]; None where they gather them: between

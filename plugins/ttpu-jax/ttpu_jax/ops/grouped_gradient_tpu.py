@@ -28,7 +28,7 @@ def kernel_gradient(
     x: jax.Array,
     gradient: jax.Array,
     sizes: jax.Array,
-    kernels: jax.Array,
+    kernels: jax.Array | jax.ShapeDtypeStruct,
     sums: jax.Array | None = None,
     *,
     interpret: bool = False,

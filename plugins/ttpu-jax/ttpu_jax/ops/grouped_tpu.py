@@ -256,7 +256,7 @@ def visits_of(sizes: jax.Array, rows: int, block: int, *, every: bool = False) -
     return group.astype(jnp.int32), tile.astype(jnp.int32), starts, ends, last[-1]
 
 
-def stored_transposed(kernels: jax.Array) -> bool:
+def stored_transposed(kernels: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether kernels [groups, out, in] lie in a TPU's memory as [groups, in, out], which is where the padding to whole
     tiles of 8 sublanes by 128 lanes takes less (as libtpu 0.0.42 decides it; a wrong guess costs a copy)."""
     if kernels.ndim != 3:
