@@ -13,6 +13,7 @@ from ttpu_core.sharding.parallelism import (
     parse_rules,
     resolve_parallelism,
     strategy_with,
+    written_rules,
 )
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES
 from ttpu_core.sharding.stream import cuts_rows
@@ -138,6 +139,9 @@ def test_rules_are_written_as_text() -> None:
         "embed": None,
         "mlp": ("tensor",),
     }
+    assert written_rules({"expert": ("data", "tensor"), "embed": None, "mlp": "tensor"}) == (
+        "expert=data+tensor,embed=none,mlp=tensor"
+    )
 
 
 @pytest.mark.parametrize("text", ["expert", "expert=", "expert=data+", "mlp=data,mlp=tensor", "", "mlp=a b"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ttpu_core.checkpoint import Checkpoint
     from ttpu_core.config import ModelConfig
     from ttpu_core.generation.events import StreamEvent, Timings
-    from ttpu_core.sharding.parallelism import Parallelism
+    from ttpu_core.sharding.parallelism import Parallelism, Rules
     from ttpu_core.sharding.serving import ServedShapes, ServingLimits
     from ttpu_core.sharding.strategy import Strategy
     from ttpu_core.sharding.verification import Verification
@@ -313,6 +313,7 @@ class CompilesAhead(Protocol):
         *,
         dtype: str,
         parallelism_strategy: str | None = None,
+        sharding_rules: Rules | None = None,
         plan: Any = None,
         attn_implementation: str = "auto",
         quantization: Any = None,
@@ -326,7 +327,8 @@ class CompilesAhead(Protocol):
             config: the engine's settings (`ttpu_serve.api.engine_config.EngineConfig`).
             dtype: what weights are held in.
             parallelism_strategy: how the model is sharded; None shards every layer over all devices.
-            plan: a plan, or its file, in place of a strategy.
+            sharding_rules: logical axis → mesh axes, in place of the usual ones.
+            plan: a plan, or its file, in place of a strategy and rules.
             attn_implementation: as for loading.
             quantization: of the weights, as for loading.
             residual_stream: as for loading.

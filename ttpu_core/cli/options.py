@@ -11,6 +11,7 @@ import typer
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.ranges import RANGES
+from ttpu_core.sharding.parallelism import parse_rules
 
 if TYPE_CHECKING:
     from ttpu_core.loading import LoadOptions
@@ -55,6 +56,14 @@ class Loading:
             rich_help_panel=MODEL,
         ),
     ] = None
+    sharding_rules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULES",
+            help="Logical axes, and the mesh axes that shard them in place of the usual ones: expert=tensor.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
     plan: Annotated[
         str | None,
         typer.Option("--plan", metavar="FILE", help="The same, as ttpu plan --save wrote it.", rich_help_panel=MODEL),
@@ -82,6 +91,7 @@ class Loading:
         given = {
             "dtype": self.dtype,
             "parallelism_strategy": self.parallelism_strategy,
+            "sharding_rules": None if self.sharding_rules is None else parse_rules(self.sharding_rules),
             "plan": self.plan,
             "attn_implementation": None if self.attn_implementation == "auto" else self.attn_implementation,
             "patch_packs": self.patch_pack,

@@ -155,16 +155,22 @@ def parse_rules(text: str) -> dict[str, tuple[str, ...] | None]:
     return rules
 
 
+def written_rules(rules: Rules) -> str:
+    """The rules as `parse_rules` reads them."""
+    texts = {name: (by,) if isinstance(by, str) else tuple(by or ()) for name, by in rules.items()}
+    return ",".join(f"{name}={'+'.join(by) or 'none'}" for name, by in texts.items())
+
+
 def rules_text(strategy: Strategy, usual: Strategy = DEFAULT_STRATEGY) -> str:
     """The rules that differ from the usual ones, as `parse_rules` reads them: "expert=data+tensor"; "" if none do."""
     table, default = dict(strategy.rules), dict(usual.rules)
     unlisted: dict[str, MeshAxes | None] = {axes.LOOKED_UP: None}  # any other axis is not sharded then
-    changed: list[str] = []
+    changed: dict[str, MeshAxes] = {}
     for name in dict.fromkeys((*default, *table)):
         by, usually = (rules.get(name, unlisted.get(name, ())) for rules in (table, default))
         if by is not None and by != usually:
-            changed.append(f"{name}={'+'.join(by) or 'none'}")
-    return ",".join(changed)
+            changed[name] = by
+    return written_rules(changed)
 
 
 def strategy_with(rules: Rules | None, usual: Strategy = DEFAULT_STRATEGY) -> Strategy:

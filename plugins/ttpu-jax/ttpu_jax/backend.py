@@ -26,7 +26,7 @@ from ttpu_core.quantization.report import DEQUANTIZED, format_words, report_of
 from ttpu_core.quantization.schemes import open_quantized, refuse_again
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.padding import pad_architecture
-from ttpu_core.sharding.parallelism import Parallelism
+from ttpu_core.sharding.parallelism import Parallelism, Rules
 from ttpu_core.sharding.serving import ServedShapes, ServingLimits
 from ttpu_core.sharding.strategy import Strategy
 from ttpu_core.sharding.verification import Verification
@@ -398,6 +398,7 @@ class JaxBackend:
         *,
         dtype: str,
         parallelism_strategy: str | None = None,
+        sharding_rules: Rules | None = None,
         plan: Any = None,
         attn_implementation: str = "auto",
         quantization: Any = None,
@@ -414,6 +415,7 @@ class JaxBackend:
             config,
             dtype=dtype,
             parallelism_strategy=parallelism_strategy,
+            sharding_rules=sharding_rules,
             plan=plan,
             attn_implementation=attn_implementation,
             quantization=quantization,

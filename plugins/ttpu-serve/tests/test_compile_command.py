@@ -18,6 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from typer.testing import CliRunner, Result
 
 from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError, UnsupportedError
+from ttpu_core.sharding.parallelism import strategy_with
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.runner.compilation_cache import JAX_DIRECTORY, JAX_SECONDS, VARIABLE
 from ttpu_serve.cli import engine_options
@@ -173,15 +175,46 @@ def test_options_are_written_as_they_are_typed() -> None:
         "enable_chunked_prefill": True,
         "speculative": "ngram:4",
         "dtype": "bfloat16",
+        "sharding_rules": {"expert": ("data", "tensor"), "embed": None},
         "plan": "my plan.json",
         "patch_packs": ["a", "b"],
         "adapters": {"poet": "./poet lora", "cook": "cook"},
     }
     assert " ".join(engine_options.words(given)) == (
         "--max-model-len 8192 --kv-cache-memory 1.5 --no-prefix-caching --speculative ngram:4 --dtype bfloat16 "
+        "--sharding-rules expert=data+tensor,embed=none "
         "--plan 'my plan.json' --patch-pack a --patch-pack b --enable-lora 'poet=./poet lora' "
         "--enable-lora cook=cook"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy", "mesh"),
+    [
+        ((), DEFAULT_STRATEGY, {"tensor": 8}),
+        (("--sharding-rules", "expert=tensor"), strategy_with({"expert": "tensor"}), {"tensor": 8}),
+        (("--mesh", "tensor=8", "--sharding-rules", "expert=none"), strategy_with({"expert": None}), {"tensor": 8}),
+    ],
+)
+def test_sharding_rules_reach_the_compiler(
+    config: Path, words: tuple[str, ...], strategy: Strategy, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("libtpu")
+    found: list[Any] = []
+
+    def compile_ahead(*arguments: Any, mesh: Any, strategy: Strategy, **options: Any) -> None:
+        found.extend((mesh, strategy))
+        raise RequestError("enough")
+
+    monkeypatch.setattr("ttpu_jax.runner.slices.compile_ahead", compile_ahead)
+    assert "enough" in str(refused(config, "--topology", "v5e:2x4", *words))
+    assert found == [mesh, strategy]
+
+
+def test_a_plan_has_its_own_rules(config: Path, tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    words = "--plan", tmp_path / "plan.json", "--sharding-rules", "expert=tensor"
+    assert "a plan has its own rules" in str(refused(config, "--topology", "v5e:2x4", *words))
 
 
 def test_the_form_of_the_residual_stream_reaches_the_compiler(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import tiny
 from ttpu import LLM, SamplingParams
 from ttpu_core.checkpoint import open_config
 from ttpu_core.config import ModelConfig
-from ttpu_core.errors import UnsupportedError
+from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.registry import default_registry
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_plan.given_plan import plan_for
@@ -94,6 +94,32 @@ def test_a_plan_for_another_purpose_that_shards_the_batch_is_refused_before_weig
     monkeypatch.setattr("ttpu_jax.backend.load_parameters", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UnsupportedError, match=r"a plan for data=8, .* make a plan to serve with `ttpu plan"):
         LLM(str(checkpoint), **SMALL, plan=str(tmp_path / "plan.json"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE of one layer with eight experts, saved by transformers."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("plans") / "mixture"
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=8, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    return folder
+
+
+def test_devices_that_divide_the_experts_give_the_same_tokens(mixture: Path) -> None:
+    with LLM(str(mixture), **SMALL, dtype="float32") as llm:
+        alone = answer(llm)
+    with LLM(str(mixture), **SMALL, dtype="float32", tensor_parallel_size=4, enable_expert_parallel=True) as llm:
+        kernel = llm.engine.runner.params["layers.0.moe.experts.down.kernel"]
+        assert kernel.sharding.shard_shape(kernel.shape)[0] == 2
+        assert answer(llm) == alone
+    with pytest.raises(RequestError, match="enable_expert_parallel and sharding_rules were both given"):
+        LLM(str(mixture), sharding_rules={"expert": "tensor"}, enable_expert_parallel=True)
 
 
 def test_an_engine_refuses_a_plan_that_shards_experts_along_the_rows(tmp_path: Path) -> None:

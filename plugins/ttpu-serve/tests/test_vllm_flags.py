@@ -38,6 +38,7 @@ def parsed(*words: str) -> dict[str, Any]:
         ("m -tp 4", "--parallelism-strategy tensor=4 m"),
         ("m --tensor_parallel_size=4 -dp 1 --pipeline-parallel-size 1", "--parallelism-strategy tensor=4 m"),
         ("m -tp 1", "m"),
+        ("m -tp 4 -ep", "--parallelism-strategy tensor=4 m --sharding-rules expert=tensor"),
         ("--model m", "--weights-dir m"),
         ("m --gpu-memory-utilization 0.5", "m --memory-utilization 0.5"),
         ("m --kv-cache-memory-bytes 3G", "m --kv-cache-memory 3"),

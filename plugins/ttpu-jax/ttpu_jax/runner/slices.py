@@ -12,9 +12,8 @@ from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.registry import default_registry
 from ttpu_core.services import Planner
 from ttpu_core.sharding.hardware import parse_topology
-from ttpu_core.sharding.parallelism import AUTO, Parallelism, resolve_parallelism
+from ttpu_core.sharding.parallelism import AUTO, Parallelism, Rules, resolve_parallelism, strategy_with
 from ttpu_core.sharding.request import the_one_given
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY
 from ttpu_jax.aot.topology import tpu_topology
 from ttpu_jax.ops.matmul.rings import StreamForm
 from ttpu_jax.parallel import planned
@@ -32,6 +31,7 @@ def compile_slice(
     *,
     dtype: str,
     parallelism_strategy: str | None = None,
+    sharding_rules: Rules | None = None,
     plan: Any = None,
     attn_implementation: str = "auto",
     quantization: Any = None,
@@ -46,7 +46,8 @@ def compile_slice(
         config: the engine's settings.
         dtype: of weights, activations and cache.
         parallelism_strategy: how the model is sharded; None shards every layer over all devices.
-        plan: a plan, or its file, in place of a strategy.
+        sharding_rules: logical axis → mesh axes, in place of the usual ones.
+        plan: a plan, or its file, in place of a strategy and rules.
         attn_implementation: as for loading.
         quantization: of the weights, as for loading.
         residual_stream: as for loading.
@@ -66,7 +67,7 @@ def compile_slice(
     devices = tpu_topology(topology).devices  # says what to install, or that there is no such slice, before all else
     asked = None if quantization is None else QuantizationConfig.read(quantization)
     architecture = quantize_architecture(architecture, asked)
-    parallelism = _parallelism(architecture, devices, parallelism_strategy, plan, dtype, asked)
+    parallelism = _parallelism(architecture, devices, parallelism_strategy, sharding_rules, plan, dtype, asked)
     on_compile = None if progress is None else (lambda _, done, total: progress("compile", done, total))
     found = compile_ahead(
         architecture,
@@ -90,12 +91,13 @@ def _parallelism(
     architecture: Architecture,
     devices: Sequence[Any],
     asked: str | None,
+    rules: Rules | None,
     plan: Any,
     dtype: str,
     quantization: QuantizationConfig | None,
 ) -> Parallelism:
     """As loading the checkpoint there would resolve it, but that nothing said means all devices."""
-    the_one_given(None, parallelism_strategy=asked, plan=plan)
+    the_one_given(rules if asked or plan else None, parallelism_strategy=asked, plan=plan)
     if plan is not None:
         planner: Planner = default_registry().service("planner")
         text = None if quantization is None else str(quantization)
@@ -103,7 +105,7 @@ def _parallelism(
             plan, architecture.spec, dtype=dtype, quantization=text, purpose="serve", backend="JAX"
         )
     if asked is None:
-        return Parallelism((("tensor", len(devices)),))
+        return Parallelism((("tensor", len(devices)),), strategy=strategy_with(rules))
     if asked.strip().lower() == AUTO:
-        return planned(architecture.spec, list(devices), DEFAULT_STRATEGY, dtype, "serve")
-    return resolve_parallelism(asked, len(devices))
+        return planned(architecture.spec, list(devices), strategy_with(rules), dtype, "serve")
+    return resolve_parallelism(asked, len(devices), rules)

@@ -133,6 +133,7 @@ def _ahead(backend: CompilesAhead, name: str, topology: str, arguments: Mapping[
             config,
             dtype=dtype,
             parallelism_strategy=load.parallelism_strategy,
+            sharding_rules=load.sharding_rules,
             plan=load.plan,
             attn_implementation=load.attn_implementation or "auto",
             quantization=load.quantization,

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ttpu_core.errors import RequestError
+from ttpu_core.sharding.parallelism import written_rules
 
 ENGINE = "Engine"
 GIB = 2**30
@@ -112,6 +113,8 @@ def words(arguments: Mapping[str, Any]) -> list[str]:
             typed += [] if value else [option.replace("--enable", "--no")]
         elif name == "kv_cache_memory":
             typed += [option, f"{value / GIB:.10g}"]
+        elif name == "sharding_rules":
+            typed += [option, written_rules(value)]
         elif name == "patch_packs":
             typed += [word for pack in value for word in ("--patch-pack", shlex.quote(pack))]
         elif name == "adapters":

@@ -151,6 +151,10 @@ RENAMED: Mapping[str, Renamed] = {
     "--enable-log-requests": Renamed("nothing", _switch("--access-log"), "--access-log: no prompts"),
     "--uvicorn-log-level": Renamed("a value", _level, "--log-level"),
     "--enable-sleep-mode": Renamed("nothing", _switch("--enable-admin"), "--enable-admin"),
+    "--enable-expert-parallel": Renamed(
+        "nothing", _switch("--sharding-rules", "expert=tensor"),
+        "--sharding-rules expert=tensor: the devices of -tp divide the experts, and not each of them",
+    ),
     "--enable-lora": Renamed(
         "nothing", _switch("--max-adapters", "1"), "--max-adapters 1, if it has no value and no adapters are named"
     ),
@@ -248,9 +252,6 @@ REFUSED: Mapping[str, Refused] = {
     "--allow-credentials": Refused("keys are sent in headers, not in cookies: leave it out"),
     "--num-gpu-blocks-override": Refused("pages fill the memory that is given: use --kv-cache-memory"),
     "--kv-transfer-config": Refused("caches are not moved between servers: leave it out"),
-    "--enable-expert-parallel": Refused(
-        "the mesh says how experts are sharded: pass --parallelism-strategy expert=N instead of -tp N"
-    ),
     "--enable-eplb": Refused("experts are not moved between devices: leave it out"),
     "--headless": Refused("`ttpu launch` starts several processes: see docs/launch.md"),
     "--disable-sliding-window": Refused("windows are served as the checkpoint has them: use --max-model-len"),
