@@ -105,8 +105,8 @@ def test_quantized_experts(calls: list[int]) -> None:
     assert calls
 
 
-def test_devices_share_rows_where_more_than_two_have_more_than_a_few_tokens() -> None:
-    assert [experts.shares_rows(*each) for each in [(129, 3), (128, 8), (4096, 2)]] == [True, False, False]
+def test_devices_share_rows_where_more_than_two_have_many_tokens() -> None:
+    assert [experts.shares_rows(*each) for each in [(512, 3), (511, 8), (4096, 2)]] == [True, False, False]
 
 
 SPEC = MoESpec(num_experts=16, experts_per_token=4, intermediate_size=128)

@@ -109,14 +109,14 @@ def test_128_tokens_of_many_features_fit_on_the_chip_and_more_tokens_are_grouped
         "route_few",
         "experts_of_few",
     }
-    program = compiled("expert=2,tensor=4", 1, 256)
+    program = compiled("expert=8", 1, 256)
     assert kernels(program) == {"grouped_gate", "grouped_product"}
-    assert filled_shares(program) == {1 / 2}, "a device has the experts of half of the rows"
+    assert filled_shares(program) == {1 / 8}, "a device has the experts of an eighth of the rows"
 
 
 def test_of_many_devices_each_gathers_the_rows_of_its_own_experts() -> None:
     """An eighth of all rows on average, and room for half as many more; what has no room is computed in a loop."""
-    program, all_rows = compiled("expert=8", 1, 256), 256 * 8
+    program, all_rows = compiled("expert=8", 1, 512), 512 * 8
     assert kernels(program) == {"grouped_gate", "grouped_product", "grouped_gradient"}
     assert filled_shares(program) == {0.6667}
     assert f"bf16[{all_rows * 3 // 16},{HIDDEN}]" in program.hlo_text
