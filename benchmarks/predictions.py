@@ -106,10 +106,15 @@ TABLES: dict[str, list[Program]] = {
                 ("decode", "data=2,tensor=4", "expert=data+tensor"),
                 ("decode", "tensor=8", "expert=tensor"),
                 ("prefill", "tensor=8", "expert=tensor"),
+                ("prefill", "data=2,tensor=4", "expert=data+tensor"),
             )
             for name in ("v5e:2x4", "v6e:2x4")
         ),
         *tensor_8("Mixtral-8x7B", "decode", "prefill"),
+        *(
+            Program("Mixtral-8x7B", name, "prefill", "tensor=8", ("--sharding-rules", "expert=tensor"))
+            for name in ("v5e:2x4", "v6e:2x4")
+        ),
     ],
     "training": [
         trained("v5e:4x4", 16, "mlp"),

@@ -8,7 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_cases import BASE, KINDS, Arrays, arrays, assert_close, assert_same, module, run_with_gradients, table, tokens
+from moe_cases import (
+    BASE,
+    KINDS,
+    Arrays,
+    arrays,
+    assert_close,
+    assert_same,
+    loss,
+    module,
+    run_with_gradients,
+    table,
+    tokens,
+)
 
 from ttpu_core.sharding import experts
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
@@ -21,7 +33,6 @@ from ttpu_jax.ops.moe import ExpertKernels, run_experts
 from ttpu_jax.params.placement import Placement, local_placement
 
 BY_TENSOR = {axes.EXPERT: ("tensor",)}
-BY_BOTH = {axes.EXPERT: ("data", "tensor")}
 
 
 def placed(mesh: str, rules: dict[str, tuple[str, ...]]) -> Placement:
@@ -57,6 +68,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("clamped", "tensor=4", BY_TENSOR),
         ("all_experts", "expert=8", {}),
         ("gated_shared", "data=2,expert=4", {}),
+        ("topk_softmax", "expert=2,tensor=4", {axes.EXPERT: ("expert", "tensor")}),
+        ("clamped", "expert=2,tensor=4", {axes.EXPERT: ("tensor", "expert")}),
     ],
 )
 @pytest.mark.parametrize("room", [0.3, 1.5])
@@ -88,9 +101,10 @@ def test_gradients_are_those_of_one_device(kind: str, calls: list[int]) -> None:
     assert calls
 
 
-def test_grouped_gathers_all_rows(calls: list[int]) -> None:
+@pytest.mark.parametrize("form", ["grouped", "exchanged"])
+def test_other_forms_gather_all_rows(form: Any, calls: list[int]) -> None:
     placement, values = placed("tensor=8", BY_TENSOR), arrays(BASE)
-    grouped = module(BASE, values, placement, "grouped")
+    grouped = module(BASE, values, placement, form)
     assert_close(jax.jit(lambda x: grouped(x))(tokens()), module(BASE, values)(tokens()))
     assert not calls
 
@@ -105,8 +119,36 @@ def test_quantized_experts(calls: list[int]) -> None:
     assert calls
 
 
+def test_quantized_experts_give_their_rows_gradients_too(calls: list[int]) -> None:
+    values = arrays(BASE)
+    for path in ("experts.gate_up.kernel", "experts.down.kernel"):
+        scale = jnp.abs(values[path]).max(-1) / 127
+        values[path] = QuantizedKernel(jnp.round(values[path] / scale[..., None]).astype(jnp.int8), scale)
+    ours, theirs = (
+        jax.jit(jax.grad(lambda x, layer=module(BASE, values, placement): loss(layer(x))))(tokens())
+        for placement in (placed("tensor=8", BY_TENSOR), None)
+    )
+    assert_close(ours, theirs, 2e-5)
+    assert calls
+
+
+def test_tokens_of_padding_have_no_rows() -> None:
+    """They are alike, and would need room on the same few devices."""
+    spec, x = KINDS["renormalized"], tokens()
+    real = jnp.arange(x.shape[1]) < jnp.arange(1, x.shape[0] + 1)[:, None]
+    layer = module(spec, arrays(spec), placed("tensor=8", BY_TENSOR))
+    layer.set_attributes(real_tokens=moe.RealTokens(real), raise_if_not_found=False)
+    found, expected = jax.jit(lambda x: layer(x))(x), module(spec, arrays(spec))(x)
+    assert_close(found, jnp.where(real[..., None], expected, 0))
+
+
 def test_devices_share_rows_where_more_than_two_have_many_tokens() -> None:
-    assert [experts.shares_rows(*each) for each in [(512, 3), (511, 8), (4096, 2)]] == [True, False, False]
+    assert [experts.gathers_own_rows(*each) for each in [(512, 3), (511, 8), (4096, 2)]] == [True, False, False]
+
+
+def test_experts_that_return_their_input_need_no_room() -> None:
+    assert experts.room_for_rows(64, 8, 4, 1, 32 / 4) == 96
+    assert experts.room_for_rows(64, 8, 4, 1, 48 / 4) == 64
 
 
 SPEC = MoESpec(num_experts=16, experts_per_token=4, intermediate_size=128)
@@ -150,6 +192,18 @@ def test_the_kernels_of_a_tpu_add_the_rows_of_each_token(
     assert bool((jnp.abs(found).sum(1) == 0).all()) == (busiest == 8)
 
 
+@pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf, -jnp.inf])
+def test_what_is_not_finite_reaches_no_other_token(wrong: float) -> None:
+    """A product adds the rows of 128 tokens at once, most of them times zero."""
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(256, 128)), jnp.bfloat16)
+    kernels = kernels_of(4, 4, jnp.bfloat16)
+    rest = *choices(256, 4), kernels, SPEC, "tpu-interpreted", jnp.int32(4), (), jnp.dtype(jnp.float32)
+    expected, found = run_local(x, *rest), run_local(x.at[5, 7].set(wrong), *rest)
+    others = jnp.arange(256) != 5
+    assert bool(jnp.isfinite(found[others]).all()) and bool((found[others] == expected[others]).all())
+    assert not bool((jnp.abs(found[5]) < 1e30).any())
+
+
 def test_a_tpu_adds_float32_rows_otherwise() -> None:
     kernels = kernels_of(0, 4, jnp.float32)
     assert "float32" in str(why_not_local(jnp.zeros((8, 128)), kernels, "tpu", ()))
@@ -161,10 +215,6 @@ def test_devices_that_exchange_features_of_rows_do_not_repeat_it() -> None:
     kernels = kernels_of(0, 4, jnp.float32)
     order = jnp.tile(jnp.arange(128)[::-1], (4, 1))
     down = QuantizedKernel(jnp.ones((4, 128, 128), jnp.int8), jnp.ones((4, 128)), input_order=order)
-    ordered = replace_down(kernels, down)
+    ordered = kernels._replace(down=down)
     assert "repeat" in str(why_not_local(jnp.zeros((8, 128)), ordered, "cpu", ("tensor",)))
     assert why_not_local(jnp.zeros((8, 128)), ordered, "cpu", ()) is None
-
-
-def replace_down(kernels: ExpertKernels, down: QuantizedKernel) -> ExpertKernels:
-    return kernels._replace(down=down)

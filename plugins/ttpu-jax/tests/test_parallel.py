@@ -230,4 +230,4 @@ def test_auto_generates_with_the_rules_of_the_fastest_plan() -> None:
     assert by_rule.mesh is not None and dict(by_rule.mesh.shape) == {"data": 2, "tensor": 4}
     assert by_rule.strategy == strategy_with({"expert": ("data", "tensor")})
     served = placement_for(spec, parallelism_strategy="auto", purpose="serve")
-    assert served.strategy == DEFAULT_STRATEGY
+    assert served.strategy == strategy_with({"expert": ("tensor",)})

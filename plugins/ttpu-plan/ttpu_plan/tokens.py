@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log, prod, sqrt
 
-from ttpu_core.sharding.experts import exchanges, room_for_rows, shares_rows
+from ttpu_core.sharding.experts import exchanges, gathers_own_rows, room_for_rows
 from ttpu_core.sharding.hardware import Chip
 from ttpu_core.spec import MoESpec, axes
 from ttpu_plan.shards import ModelShards, ParameterShard
@@ -102,9 +102,11 @@ def expert_rows(model: ModelShards, experts: Iterable[ParameterShard], workload:
     if exchange is None:
         tokens, choices = expert_tokens(model, experts, workload), mlp.experts_per_token
         devices = prod(model.mesh[axis] for axis in _axes_of_experts(experts))
-        if workload.task == "train" or not shares_rows(tokens, devices):
+        narrow = workload.bytes_per_element == 2  # TPUs add up wider rows otherwise
+        if workload.task == "train" or not narrow or not gathers_own_rows(tokens, devices):
             return tokens * choices
-        return room_for_rows(tokens, choices, mlp.num_experts // devices, 1, devices)
+        held = mlp.num_experts // devices
+        return room_for_rows(tokens, choices, held, 1, mlp.choices / held)
     rows, tokens = local_tokens(model, workload)
     held = mlp.num_experts // (exchange.devices * exchange.same)
     return room_for_rows(rows * tokens, mlp.experts_per_token, held, exchange.devices, exchange.same)

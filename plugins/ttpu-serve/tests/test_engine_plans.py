@@ -118,8 +118,37 @@ def test_devices_that_divide_the_experts_give_the_same_tokens(mixture: Path) -> 
         kernel = llm.engine.runner.params["layers.0.moe.experts.down.kernel"]
         assert kernel.sharding.shard_shape(kernel.shape)[0] == 2
         assert answer(llm) == alone
-    with pytest.raises(RequestError, match="enable_expert_parallel and sharding_rules were both given"):
-        LLM(str(mixture), sharding_rules={"expert": "tensor"}, enable_expert_parallel=True)
+    with LLM(str(mixture), **SMALL, dtype="float32", enable_expert_parallel=True) as llm:
+        assert answer(llm) == alone, "one device has all experts"
+    given: dict[str, Any] = {"sharding_rules": {"expert": "tensor"}, "plan": "plan.json"}
+    for name, value in given.items():
+        with pytest.raises(RequestError, match=f"enable_expert_parallel and {name} were both given"):
+            LLM(str(mixture), **{name: value}, enable_expert_parallel=True)
+
+
+def test_tokens_that_fill_a_step_up_have_no_experts(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+    import numpy as np
+
+    from ttpu_jax.model import moe
+
+    seen: list[np.ndarray] = []
+    run = moe.run_local
+
+    def recorded(x: Any, chosen: Any, *rest: Any) -> Any:
+        jax.debug.callback(lambda found: seen.append(np.asarray(found)), chosen)
+        return run(x, chosen, *rest)
+
+    monkeypatch.setattr(moe, "run_local", recorded)
+    jax.clear_caches()
+    with LLM(str(mixture), **SMALL, dtype="float32", tensor_parallel_size=4, enable_expert_parallel=True) as llm:
+        seen.clear()
+        answer(llm)  # five tokens in steps of eight
+        jax.effects_barrier()
+    jax.clear_caches()
+    real = {int((each < 8).all(1).sum()) for each in seen if len(each) == 8}
+    assert real == {5}
+    assert all(bool((each[5:] == 8).all()) for each in seen if len(each) == 8)
 
 
 def test_an_engine_refuses_a_plan_that_shards_experts_along_the_rows(tmp_path: Path) -> None:

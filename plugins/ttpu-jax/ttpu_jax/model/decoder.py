@@ -36,7 +36,7 @@ from ttpu_jax.model.modules import (
     maybe,
     ring_of,
 )
-from ttpu_jax.model.moe import ExpertLoads
+from ttpu_jax.model.moe import ExpertLoads, RealTokens
 from ttpu_jax.model.step_cache import ContiguousCache, Keys, NoCache, PagedCache, StepCache
 from ttpu_jax.ops.attention.api import REFERENCE
 from ttpu_jax.ops.kernels import with_adapters
@@ -500,6 +500,7 @@ def _run_layer(
     kept of it, its keys, and the loads of its experts [2, experts] over all tokens but padding, if they are asked
     for."""
     layer = nnx.merge(definition, with_adapters(rounded(state), step.adapters))
+    layer.set_attributes(real_tokens=RealTokens(step.wanted.valid), raise_if_not_found=False)
     if not step.routing:
         x, cache, keys = run_layer(layer, x, step, cache, inputs)
         return x, cache.held, keys, None

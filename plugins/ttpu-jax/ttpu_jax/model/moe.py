@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ttpu_core.sharding.experts import exchanges, shares_rows
+from ttpu_core.sharding.experts import exchanges, gathers_own_rows
 from ttpu_core.spec import MoESpec, axes
 from ttpu_jax.model.modules import (
     MLP,
@@ -40,6 +40,10 @@ from ttpu_jax.ops.parts import Part, part
 class ExpertLoads(nnx.Intermediate):
     """What a router keeps when asked: float32 [2, batch, seq, experts], each token's softmax over all experts, and 1
     for each of its likeliest experts."""
+
+
+class RealTokens(nnx.Intermediate):
+    """bool [batch, seq], true for tokens that are not padding."""
 
 
 class Router(nnx.Module):
@@ -101,7 +105,11 @@ def load_balancing_loss(loads: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 class Experts(nnx.Module):
-    """The experts' kernels, run on the tokens that the router gives them."""
+    """The experts' kernels, run on the tokens that the router gives them.
+
+    real_tokens: of the step; None where all are real."""
+
+    real_tokens: RealTokens | None = None
 
     def __init__(self, spec: MoESpec, values: Parameters, runtime: Runtime) -> None:
         self.spec, self.runtime = spec, runtime
@@ -123,7 +131,12 @@ class Experts(nnx.Module):
             [batch, seq, hidden].
         """
         platform, exchange = self.runtime.placement.platform, self._exchange(x)
+        own_rows = exchange is None and self._gathers_own_rows(x)
         summed_in = jnp.dtype(jnp.float32) if ring_of(x, self.runtime) is None else x.dtype
+        real = self.real_tokens
+        if own_rows and real is not None and real.shape == chosen.shape[:-1]:
+            # Tokens of padding are all alike: a few devices would have the rows of all of them.
+            chosen = jnp.where(real[...][..., None], chosen, self.spec.choices)
 
         def run(
             x: jax.Array,
@@ -135,17 +148,23 @@ class Experts(nnx.Module):
         ) -> jax.Array:
             if exchange is not None:
                 return run_exchanged(x, chosen, weights, kernels, exchange)
-            if self._most_are_elsewhere(len(x), kernels) and why_not_local(x, kernels, platform, inner_axes) is None:
+            if own_rows and why_not_local(x, kernels, platform, inner_axes) is None:
                 return run_local(x, chosen, weights, kernels, self.spec, platform, first, inner_axes, summed_in)
             return run_experts(x, chosen, weights, kernels, self.spec, platform, first, inner_axes)
 
         return self._sharded(run, x, chosen, weights, exchanging=exchange.exchanging if exchange else ())
 
-    def _most_are_elsewhere(self, tokens: int, kernels: ExpertKernels) -> bool:
-        """Whether a device gathers the rows of its own experts only, of so many tokens; on a TPU where that pays."""
-        devices = self.spec.num_experts // kernels.up.shape[0]
-        pays = self.runtime.placement.platform != "tpu" or shares_rows(tokens, devices)
-        return self.runtime.experts != "grouped" and devices > 1 and pays
+    def _gathers_own_rows(self, x: jax.Array) -> bool:
+        """Whether devices gather the rows of their own experts only, of x [batch, seq, hidden]; on TPUs where that
+        pays."""
+        placement = self.runtime.placement
+        if placement.mesh is None or self.runtime.experts != "auto":
+            return False
+        experts, _, batch, sequence = self._mesh_axes(x)
+        sizes = dict(placement.mesh.shape)
+        devices = prod(sizes[axis] for axis in experts)
+        tokens = x.shape[0] * x.shape[1] // prod(sizes[axis] for axis in (*batch, *sequence))
+        return devices > 1 and (placement.platform != "tpu" or gathers_own_rows(tokens, devices))
 
     def _exchange(self, x: jax.Array) -> ExchangedExperts | None:
         """How devices send each other the tokens of x [batch, seq, hidden]; None where they gather them: between

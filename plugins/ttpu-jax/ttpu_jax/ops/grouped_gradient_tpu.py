@@ -31,6 +31,7 @@ def kernel_gradient(
     kernels: jax.Array | jax.ShapeDtypeStruct,
     sums: jax.Array | None = None,
     *,
+    finite: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """The sum of gradient times x over each group's rows, zero for a group without rows.
@@ -41,6 +42,8 @@ def kernel_gradient(
         sizes: [groups], the number of rows of each group. Rows after the last group may be anything.
         kernels: [groups, *out, in], for its shape and dtype.
         sums: [groups, *out, in], to which the gradient is added in float32, in place; None adds it to nothing.
+        finite: what is not finite in x counts as the largest finite number: times a zero of the gradient it would be no
+            number.
         interpret: run the kernel in the interpreter.
 
     Returns:
@@ -62,7 +65,7 @@ def kernel_gradient(
         sums = sums.swapaxes(1, 2) if swap else sums
         read += sums.nbytes
     total = pl.pallas_call(
-        partial(_visit, block_rows=block_rows),
+        partial(_visit, block_rows=block_rows, clamped=(finite and swap, finite and not swap)),
         out_shape=jax.ShapeDtypeStruct((groups, *shape), kernels.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
@@ -100,8 +103,10 @@ def _visit(
     total: jax.Array,
     *,
     block_rows: int,
+    clamped: tuple[bool, bool],
 ) -> None:
-    """Add the rows of one group in one block of rows to a block of the group's gradient."""
+    """Add the rows of one group in one block of rows to a block of the group's gradient. `clamped`: of which operand
+    what is not finite is replaced."""
     visit, last = pl.program_id(2), pl.num_programs(2) - 1
     group, first_row = group_of[visit], tile_of[visit] * block_rows
     start, end = starts[group] - first_row, ends[group] - first_row
@@ -110,7 +115,8 @@ def _visit(
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    def add(left: jax.Array, right: jax.Array) -> None:
+    def add(*sides: jax.Array) -> None:
+        left, right = (_finite(side) if clamp else side for side, clamp in zip(sides, clamped, strict=True))
         total[...] += jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
     whole = (start <= 0) & (end >= block_rows)
@@ -133,3 +139,10 @@ def _within(rows: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
     """rows [rows, features], zero but from `start` to before `end`."""
     row = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     return jnp.where((row >= start) & (row < end), rows.astype(jnp.float32), 0.0).astype(rows.dtype)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """x, with its dtype's largest number for what is not finite."""
+    most = float(jnp.finfo(x.dtype).max)
+    wide = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(wide) <= most, wide, most).astype(x.dtype)

@@ -20,7 +20,7 @@ from ttpu_jax.ops.moe import ExpertKernels, expert_outputs, run_experts, sorted_
 from ttpu_jax.ops.parts import OVERFLOW, filled
 
 TOKENS = 128
-"""Of a block whose rows are added by one product."""
+"""Tokens whose rows one product adds up."""
 
 
 def why_not_local(x: jax.Array, kernels: ExpertKernels, platform: str, inner_axes: tuple[str, ...]) -> str | None:
@@ -48,7 +48,8 @@ def run_local(
 
     Args:
         x: [tokens, hidden].
-        chosen: [tokens, count], indices of experts, most of them elsewhere.
+        chosen: [tokens, count], indices of experts, most of them elsewhere; of padding any that no device has, so that
+            it needs no room.
         weights: [tokens, count], cast to x's dtype.
         kernels: parameters of the experts from index `first` on.
         spec: the mixture.
@@ -62,7 +63,7 @@ def run_local(
     """
     tokens, count = chosen.shape
     experts = kernels.up.shape[0]
-    shared_by = spec.num_experts // experts
+    shared_by = spec.choices / experts
     room = room_for_rows(tokens, count, experts, 1, shared_by)
     expert = chosen.T.reshape(-1) - first
     here = (expert >= 0) & (expert < experts)
@@ -94,39 +95,45 @@ def run_local(
 
 
 def _added(
-    rows: jax.Array, token: jax.Array, tokens: int, dtype: jnp.dtype, sums: jax.Array | None, platform: str
+    rows: jax.Array,
+    token_of_row: jax.Array,
+    num_tokens: int,
+    dtype: jnp.dtype,
+    sums: jax.Array | None,
+    platform: str,
 ) -> jax.Array:
     """`sums` [tokens, hidden] (None: zeros) with the rows of each token, added in float32.
 
-    A TPU multiplies the rows of 128 tokens by which of these each is of: its scatter takes one row after another.
+    A TPU multiplies the rows of 128 tokens by zeros and ones that say which rows are whose: its scatter takes one row
+    after another. What is not finite counts as the largest finite number there, so that it reaches no other token.
 
     Args:
         rows: [rows, hidden]; those of no token may be anything.
-        token: int [rows], in any order; `tokens` for none.
-        tokens: their number.
+        token_of_row: int [rows], in any order; `num_tokens` for none.
+        num_tokens: of the result.
         dtype: of the result, and of `sums`.
         sums: [tokens, hidden], or None.
         platform: of the devices.
     """
     hidden = rows.shape[1]
     if not platform.startswith("tpu"):
-        begin = jnp.zeros((tokens, hidden), jnp.float32) if sums is None else sums.astype(jnp.float32)
-        return begin.at[token].add(rows.astype(jnp.float32), mode="drop").astype(dtype)
+        begin = jnp.zeros((num_tokens, hidden), jnp.float32) if sums is None else sums.astype(jnp.float32)
+        return begin.at[token_of_row].add(rows.astype(jnp.float32), mode="drop").astype(dtype)
     from ttpu_jax.ops import grouped_gradient_tpu  # Pallas takes 0.4 s to import
 
-    blocks = -(-tokens // TOKENS)
-    order = jnp.argsort(token)
-    token = token[order]
-    block = jnp.where(token < tokens, token // TOKENS, blocks)
+    blocks = -(-num_tokens // TOKENS)
+    order = jnp.argsort(token_of_row)
+    token = token_of_row[order]
+    block = jnp.where(token < num_tokens, token // TOKENS, blocks)
     sizes = (block[:, None] == jnp.arange(blocks)).sum(0, dtype=jnp.int32)
     one_of = (token[:, None] % TOKENS == jnp.arange(TOKENS)).astype(rows.dtype)
     shape = jax.ShapeDtypeStruct((blocks, TOKENS, hidden), dtype)
     if sums is not None:
-        sums = jnp.pad(sums, ((0, -tokens % TOKENS), (0, 0))).reshape(shape.shape)
+        sums = jnp.pad(sums, ((0, -num_tokens % TOKENS), (0, 0))).reshape(shape.shape)
     found = grouped_gradient_tpu.kernel_gradient(
-        rows[order], one_of, sizes, shape, sums, interpret=platform != "tpu"
+        rows[order], one_of, sizes, shape, sums, finite=True, interpret=platform != "tpu"
     )
-    return found.reshape(-1, hidden)[:tokens]
+    return found.reshape(-1, hidden)[:num_tokens]
 
 
 def _with_gradients(

@@ -16,7 +16,7 @@ class EngineArgs(EngineConfig):
         model: a checkpoint's directory or Hub id.
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         tensor_parallel_size: devices that share each matrix; None is one.
-        enable_expert_parallel: these devices divide a mixture's experts, and not each of them.
+        enable_expert_parallel: each of these devices has some whole experts of a mixture, not a part of every expert.
         quantization: how weights are quantized while they are loaded, such as "w4a16-g128"; None leaves them.
         revision: a branch, tag or commit of a Hub repository.
 

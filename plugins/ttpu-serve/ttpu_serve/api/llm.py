@@ -31,8 +31,8 @@ class LLM:
         dtype, parallelism_strategy, plan, …: options of `from_pretrained`.
         backend: name of the backend that loads a checkpoint; None is the default one.
         tensor_parallel_size: equals parallelism_strategy="tensor=N".
-        enable_expert_parallel: equals sharding_rules={"expert": "tensor"}: the devices that share matrices divide a
-            mixture's experts, and not each of them.
+        enable_expert_parallel: equals sharding_rules={"expert": "tensor"}: of several devices each has some whole
+            experts of a mixture, not a part of every expert.
         progress: called as progress(stage, done, total) while loading and compiling; True shows bars, None nothing.
         enable_lora: make room for an adapter that is loaded later, as max_adapters=1 does.
         engine options: fields of `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
@@ -41,7 +41,7 @@ class LLM:
     Raises:
         TTPUError: the checkpoint or its plugin is invalid, or memory does not suffice.
         RequestError: a setting is invalid, or both tensor_parallel_size and parallelism_strategy are given, or
-            enable_expert_parallel and sharding_rules.
+            enable_expert_parallel and sharding_rules or a plan.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class LLM:
                 )
             options["parallelism_strategy"] = f"tensor={tensor_parallel_size}" if tensor_parallel_size > 1 else None
         if enable_expert_parallel:
-            if options.get("sharding_rules") is not None:
-                raise RequestError(
-                    "enable_expert_parallel and sharding_rules were both given, but each says how experts are sharded: "
-                    "pass one of them."
-                )
-            options["sharding_rules"] = {"expert": "tensor"}
+            for name in ("sharding_rules", "plan"):
+                if options.get(name) is not None:
+                    raise RequestError(
+                        f"enable_expert_parallel and {name} were both given, but each says how experts are sharded: "
+                        "pass one of them."
+                    )
+            if any(options.get(name) is not None for name in ("parallelism_strategy", "sharding_strategy", "mesh")):
+                options["sharding_rules"] = {"expert": "tensor"}  # of one device there is nothing to divide
         load, config = read_options(model, {"dtype": dtype, **options}, backend)
         self.engine: EngineCore = open_engine(model, load, config, backend=backend, progress=progress)
         self._numbers = itertools.count()

@@ -137,7 +137,7 @@ class _Reader:
         self._rest, self._switches, self._note = list(words), switches, note
         self._made: list[str] = []
         self._sizes: dict[str, int] = {}
-        self._lora = False
+        self._lora = self._expert_parallel = False
         self.checkpoint = False
 
     def read(self) -> list[str]:
@@ -160,7 +160,7 @@ class _Reader:
         names = {word.partition("=")[0] for word in self._made}
         if self._lora and not names & {"--max-adapters", "--enable-lora", "--lora-modules"}:
             self._made += RENAMED["--enable-lora"].words("")
-        return [*self._mesh(names), *self._made]
+        return [*self._mesh(names), *self._rules(names), *self._made]
 
     def _flag(self, name: str, value: str | None) -> None:
         if name in REFUSED:
@@ -171,6 +171,9 @@ class _Reader:
             self._ignore(name, value)
         elif name == "--enable-lora" and value is None and self._bare():
             self._lora = True
+        elif name == "--enable-expert-parallel":
+            self._check_bare(name, value)
+            self._expert_parallel = True
         elif name in RENAMED and name != "--enable-lora":
             self._rename(name, value)
         elif name in SEVERAL:
@@ -259,6 +262,17 @@ class _Reader:
         if own := next((name for name in STRATEGIES if name in names), None):
             raise RequestError(f"--tensor-parallel-size and {own} were both given, two ways to say one: pass one.")
         return ["--parallelism-strategy", ",".join(f"{axis}={size}" for axis, size in sizes.items())]
+
+    def _rules(self, names: set[str]) -> list[str]:
+        """Return the rule of `--enable-expert-parallel`; nothing for one device."""
+        if not self._expert_parallel:
+            return []
+        if own := next((name for name in ("--sharding-rules", "--plan") if name in names), None):
+            raise RequestError(
+                f"--enable-expert-parallel and {own} were both given, but each says how experts are sharded: pass one."
+            )
+        several = any(size > 1 for size in self._sizes.values()) or bool(names.intersection(STRATEGIES))
+        return RENAMED["--enable-expert-parallel"].words("") if several else []
 
 
 def _json(text: str) -> Any:

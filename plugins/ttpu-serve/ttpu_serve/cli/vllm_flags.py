@@ -153,8 +153,9 @@ RENAMED: Mapping[str, Renamed] = {
     "--enable-sleep-mode": Renamed("nothing", _switch("--enable-admin"), "--enable-admin"),
     "--enable-expert-parallel": Renamed(
         "nothing", _switch("--sharding-rules", "expert=tensor"),
-        "--sharding-rules expert=tensor: the devices of -tp divide the experts, and not each of them",
+        "--sharding-rules expert=tensor, of several devices: each has some whole experts, not a part of every expert",
     ),
+    "--no-enable-expert-parallel": Renamed("nothing", _nothing, "the default"),
     "--enable-lora": Renamed(
         "nothing", _switch("--max-adapters", "1"), "--max-adapters 1, if it has no value and no adapters are named"
     ),
