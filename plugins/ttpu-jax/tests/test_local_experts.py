@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -147,11 +148,6 @@ def test_devices_share_rows_where_more_than_two_have_many_tokens() -> None:
     assert [experts.gathers_own_rows(*each) for each in [(512, 3), (511, 8), (4096, 2)]] == [True, False, False]
 
 
-def test_experts_that_return_their_input_need_no_room() -> None:
-    assert experts.room_for_rows(64, 8, 4, 1, 32 / 4) == 96
-    assert experts.room_for_rows(64, 8, 4, 1, 48 / 4) == 64
-
-
 SPEC = MoESpec(num_experts=16, experts_per_token=4, intermediate_size=128)
 
 
@@ -203,6 +199,17 @@ def test_what_is_not_finite_reaches_no_other_token(wrong: float) -> None:
     others = jnp.arange(256) != 5
     assert bool(jnp.isfinite(found[others]).all()) and bool((found[others] == expected[others]).all())
     assert not bool((jnp.abs(found[5]) < 1e30).any())
+
+
+def test_experts_that_return_their_input_need_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    outputs = local_experts.expert_outputs
+    monkeypatch.setattr(local_experts, "expert_outputs", lambda x, *a: rows.append(len(x)) or outputs(x, *a))
+    x, given = jnp.ones((64, 128), jnp.bfloat16), (kernels_of(0, 4, jnp.bfloat16),)
+    for identities in (0, 16):
+        spec = replace(SPEC, identity_experts=identities)
+        run_local(x, *choices(64), *given, spec, "cpu", jnp.int32(0), (), jnp.dtype(jnp.float32))
+    assert set(rows) == {96, 48}  # half more than the mean
 
 
 def test_a_tpu_adds_float32_rows_otherwise() -> None:

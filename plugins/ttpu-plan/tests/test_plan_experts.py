@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ttpu_core.cli.main import app
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.parallelism import parse_rules, strategy_with
-from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY
+from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, TRAINING_STRATEGY, Strategy
 from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec import MoESpec
 from ttpu_plan.cost import estimate_time
@@ -181,6 +181,23 @@ def test_rows_of_many_tokens_are_sent_to_their_experts_and_back() -> None:
     assert exchange_for(model, used, replace(PREFILL, batch=1)) is None  # its tokens are on all devices already
     of_two = shard_model(spec, MESH, OVER_ROWS)
     assert exchange_for(of_two, of_two.layers[0].used, replace(PREFILL, batch=2)) is None
+
+
+def test_of_many_tokens_a_device_has_the_rows_of_its_own_experts() -> None:
+    spec, prompt = published(QWEN), replace(PREFILL, batch=1)
+    mixture = spec.layers[0].mlp
+    assert isinstance(mixture, MoESpec)
+
+    def rows(mesh: dict[str, int], workload: Workload, strategy: Strategy = OVER_ROWS) -> int:
+        model = shard_model(spec, mesh, strategy)
+        return expert_rows(model, model.layers[0].used, workload, mixture)
+
+    assert rows({"tensor": 8}, prompt) == rows(MESH, prompt) == 1.5 * 2048
+    assert rows({"tensor": 8}, prompt, DEFAULT_STRATEGY) == 8 * 2048  # parts of all experts
+    assert rows({"tensor": 2}, prompt) == 8 * 2048
+    assert rows({"tensor": 8}, replace(prompt, context=256)) == 8 * 256
+    assert rows({"tensor": 8}, replace(prompt, dtype="float32")) == 8 * 2048
+    assert rows({"tensor": 8}, replace(prompt, task="train")) == 8 * 2048
 
 
 def test_a_training_step_sends_rows_again_for_its_gradient() -> None:
