@@ -56,6 +56,10 @@ class Loading:
             rich_help_panel=MODEL,
         ),
     ] = None
+    plan: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="FILE", help="The same, as ttpu plan --save wrote it.", rich_help_panel=MODEL),
+    ] = None
     sharding_rules: Annotated[
         str | None,
         typer.Option(
@@ -63,10 +67,6 @@ class Loading:
             help="Logical axes, and the mesh axes that shard them in place of the usual ones: expert=tensor.",
             rich_help_panel=MODEL,
         ),
-    ] = None
-    plan: Annotated[
-        str | None,
-        typer.Option("--plan", metavar="FILE", help="The same, as ttpu plan --save wrote it.", rich_help_panel=MODEL),
     ] = None
     attn_implementation: Annotated[
         str,

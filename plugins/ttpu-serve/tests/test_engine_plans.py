@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from ttpu import LLM, SamplingParams
+from ttpu import LLM, AutoModelForTPU, SamplingParams
 from ttpu_core.checkpoint import open_config
 from ttpu_core.config import ModelConfig
 from ttpu_core.errors import RequestError, UnsupportedError
@@ -124,6 +124,24 @@ def test_devices_that_divide_the_experts_give_the_same_tokens(mixture: Path) -> 
     for name, value in given.items():
         with pytest.raises(RequestError, match=f"enable_expert_parallel and {name} were both given"):
             LLM(str(mixture), **{name: value}, enable_expert_parallel=True)
+
+
+def test_a_plan_with_whole_experts_is_served_with_the_same_tokens(mixture: Path, tmp_path: Path) -> None:
+    spec = default_registry().architecture(open_config(mixture)).spec
+    found = plans(spec, parse_topology("v5e:2x2"), Request("inference", 2, 32, dtype="float32"))
+    save_plan(next(one for one in found if one.layout == "tensor=4; expert=tensor"), tmp_path / "plan.json")
+    with LLM(str(mixture), **SMALL, dtype="float32") as llm:
+        alone = answer(llm)
+    with LLM(str(mixture), **SMALL, dtype="float32", plan=str(tmp_path / "plan.json")) as llm:
+        kernel = llm.engine.runner.params["layers.0.moe.experts.down.kernel"]
+        assert kernel.sharding.shard_shape(kernel.shape)[0] == 2
+        assert answer(llm) == alone
+
+
+def test_a_loaded_model_has_its_experts_where_they_are(mixture: Path) -> None:
+    model = AutoModelForTPU.from_pretrained(mixture, dtype="float32")
+    with pytest.raises(RequestError, match="a loaded model was given with sharding_rules"):
+        LLM(model, **SMALL, enable_expert_parallel=True)
 
 
 def test_tokens_that_fill_a_step_up_have_no_experts(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,8 +74,10 @@ class LLM:
                         f"enable_expert_parallel and {name} were both given, but each says how experts are sharded: "
                         "pass one of them."
                     )
-            if any(options.get(name) is not None for name in ("parallelism_strategy", "sharding_strategy", "mesh")):
-                options["sharding_rules"] = {"expert": "tensor"}  # of one device there is nothing to divide
+            meshes = (options.get(name) for name in ("parallelism_strategy", "sharding_strategy", "mesh"))
+            loaded = not isinstance(model, str | Path)  # which refuses rules, as all that says how it is loaded
+            if loaded or any(mesh is not None for mesh in meshes):  # one device has all experts
+                options["sharding_rules"] = {"expert": "tensor"}
         load, config = read_options(model, {"dtype": dtype, **options}, backend)
         self.engine: EngineCore = open_engine(model, load, config, backend=backend, progress=progress)
         self._numbers = itertools.count()
