@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from moe_cases import BASE, KINDS, Arrays, arrays, assert_close, assert_same, lo
 from ttpu_core.sharding import experts
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import MLPSpec, MoESpec, axes
-from ttpu_jax.model.moe import MoE
+from ttpu_jax.model.moe import MoE, RealTokens
 from ttpu_jax.ops import exchanged_experts
 from ttpu_jax.ops.exchange import Pieces, deliveries, exchange
 from ttpu_jax.ops.kernels import QuantizedKernel
@@ -31,15 +32,20 @@ def placed(mesh: str, rules: dict[str, tuple[str, ...]]) -> Placement:
 
 
 def with_gradients(
-    spec: MoESpec, values: Arrays, x: jax.Array, placement: Placement | None = None
+    spec: MoESpec, values: Arrays, x: jax.Array, placement: Placement | None = None, real: jax.Array | None = None
 ) -> tuple[jax.Array, Arrays, jax.Array]:
-    """The output, and the gradients to the parameters and to x."""
+    """The output, and the gradients to the parameters and to x, of the tokens that are real: bool [batch, seq]."""
     if placement is not None:
         values = {path: jax.device_put(a, placement.parameter(path, table(spec)[path])) for path, a in values.items()}
         assert exchanges(module(spec, values, placement, "exchanged"), x)
 
     def objective(values: Arrays, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = module(spec, values, placement, "exchanged" if placement else "auto")(x)
+        layer = module(spec, values, placement, "exchanged" if placement else "auto")
+        if real is None:
+            out = layer(x)
+        else:
+            layer.set_attributes(real_tokens=RealTokens(real), raise_if_not_found=False)
+            out = jnp.where(real[..., None], layer(x), 0)
         return loss(out), out
 
     (to_values, to_x), out = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))(values, x)
@@ -112,6 +118,37 @@ def test_rows_that_nobody_sends_do_not_count(
     monkeypatch.setattr(exchanged_experts, "unset", lambda shape, dtype, *_, **__: jnp.full(shape, jnp.nan, dtype))
     spec = KINDS[kind]
     assert_same(with_gradients(spec, arrays(spec), tokens(), placed(mesh, rules)), on_one_device(spec))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "rules", "copies"),
+    [
+        ("topk_softmax", "expert=4,tensor=2", ROWS_TOO, 2),
+        ("gated_shared", "fsdp=4,tensor=2", BY_FSDP, 2),
+        ("clamped", "data=2,tensor=4", BY_DATA, 1),
+        ("identities", "data=4,tensor=2", BY_DATA, None),  # random choices of theirs are sent nowhere either
+    ],
+)
+def test_tokens_of_padding_are_sent_nowhere(
+    kind: str, mesh: str, rules: dict[str, tuple[str, ...]], copies: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`copies` devices send the rows of a token."""
+    monkeypatch.setattr(exchanged_experts, "unset", lambda shape, dtype, *_, **__: jnp.full(shape, jnp.nan, dtype))
+    sent: list[jax.Array] = []
+    sorted_by = exchanged_experts.sorted_by
+
+    def counted(*given: Any) -> Any:
+        sorting, sizes = sorted_by(*given)
+        jax.debug.callback(sent.append, sizes.sum())
+        return sorting, sizes
+
+    monkeypatch.setattr(exchanged_experts, "sorted_by", counted)
+    spec, x = KINDS[kind], tokens()
+    real = jnp.arange(x.shape[1]) < jnp.arange(1, x.shape[0] + 1)[:, None]
+    found = with_gradients(spec, arrays(spec), x, placed(mesh, rules), real)
+    assert_same(found, with_gradients(spec, arrays(spec), x, None, real))
+    jax.effects_barrier()
+    assert copies is None or sum(map(int, sent)) == copies * spec.experts_per_token * int(real.sum())
 
 
 def test_all_tokens_may_choose_one_expert() -> None:

@@ -43,6 +43,7 @@ from ttpu_jax.params.mesh import arrange
 from ttpu_jax.params.placement import Placement, local_placement
 from ttpu_jax.train.from_settings import step_from_settings
 from ttpu_plan.planner import Request, best_plan
+from ttpu_serve.api.engine_config import EngineConfig
 from ttpu_train.runner import StepSettings
 
 NORM, BF16 = NormSpec(), np.dtype(jnp.bfloat16)
@@ -227,6 +228,18 @@ def test_a_report_refuses_what_its_program_does_not_have(task: Any, names: str) 
     with pytest.raises(RequestError, match=f"without={names} was asked for, but {task} programs .* mesh_order"):
         compile_report(architecture, "v5e:2x4", task=task, without=f"mesh_order,{names}")
     assert set.union(*map(set, OF_PROGRAMS.values())) == set(Optimization) - {Optimization.BFLOAT16_CACHE}
+
+
+@pytest.mark.parametrize("asked", [{"task": "sing"}, {"residual_stream": "sing"}])
+def test_a_report_refuses_values_that_it_does_not_know(asked: Any) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(asked))}='sing' was asked for, but .* write one of them"):
+        compile_report(default_registry().architecture(LLAMA), "v5e:2x4", **asked)
+
+
+def test_programs_compiled_ahead_refuse_a_stream_that_they_do_not_know() -> None:
+    architecture, settings = default_registry().architecture(LLAMA), EngineConfig()
+    with pytest.raises(RequestError, match="residual_stream='sing' was asked for, but it is one of whole, auto, rings"):
+        JaxBackend().compile_ahead(architecture, "v5e:2x4", settings, dtype="bfloat16", residual_stream="sing")
 
 
 def test_each_program_leaves_out_what_it_has() -> None:

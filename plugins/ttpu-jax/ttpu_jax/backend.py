@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.matmul.choice import ROWS, product_choices
-from ttpu_jax.ops.matmul.rings import StreamForm
+from ttpu_jax.ops.matmul.rings import stream_form
 from ttpu_jax.optimizations import Optimization, read_without
 from ttpu_jax.parallel import placement_for
 from ttpu_jax.params.dtypes import model_dtype
@@ -419,7 +419,7 @@ class JaxBackend:
             plan=plan,
             attn_implementation=attn_implementation,
             quantization=quantization,
-            residual_stream=cast(StreamForm, residual_stream),  # loading's options have checked it
+            residual_stream=stream_form(residual_stream),
             progress=progress,
         )
 

@@ -11,7 +11,7 @@ from ttpu_core.errors import MissingDependencyError, RequestError
 from ttpu_core.loading import NOT_FOR_ENGINES, LoadOptions, refuse_unknown
 from ttpu_core.registry import default_registry
 from ttpu_jax.ops.few_tokens import ExpertsForm
-from ttpu_jax.ops.matmul.rings import StreamForm
+from ttpu_jax.ops.matmul.rings import StreamForm, stream_form
 from ttpu_jax.optimizations import read_without
 
 if TYPE_CHECKING:
@@ -66,11 +66,7 @@ class JaxLoadOptions(LoadOptions):
                 f"experts={self.experts!r} was asked for, but experts are computed in one of the forms "
                 f"{', '.join(get_args(ExpertsForm))}: write one of them."
             )
-        if self.residual_stream not in get_args(StreamForm):
-            raise RequestError(
-                f"residual_stream={self.residual_stream!r} was asked for, but it is one of "
-                f"{', '.join(get_args(StreamForm))}: write one of them."
-            )
+        stream_form(self.residual_stream)
         object.__setattr__(self, "without", tuple(sorted(one.value for one in read_without(self.without))))
 
     @classmethod

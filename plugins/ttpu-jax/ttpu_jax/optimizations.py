@@ -61,8 +61,12 @@ def left_out_by(tasks: Sequence[str], names: str | Iterable[str]) -> dict[str, f
         names: as for `read_without`.
 
     Raises:
-        RequestError: an unknown name, or one that changes no program of these tasks.
+        RequestError: an unknown task or name, or a name that changes no program of these tasks.
     """
+    if unknown := [task for task in tasks if task not in OF_PROGRAMS]:
+        raise RequestError(
+            f"task={unknown[0]!r} was asked for, but programs for TPUs are {', '.join(OF_PROGRAMS)}: write one of them."
+        )
     left_out, has = read_without(names), frozenset[Optimization]().union(*(OF_PROGRAMS[task] for task in tasks))
     if others := sorted(left_out - has):
         raise RequestError(

@@ -32,7 +32,7 @@ from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
 from ttpu_jax.ops.few_tokens import ExpertsForm
-from ttpu_jax.ops.matmul.rings import StreamForm
+from ttpu_jax.ops.matmul.rings import StreamForm, stream_form
 from ttpu_jax.optimizations import Optimization, left_out_by
 from ttpu_jax.params.dtypes import model_dtype
 from ttpu_jax.params.placement import Placement, device_bytes
@@ -198,7 +198,8 @@ def compile_report(
     Raises:
         UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
             supported by this backend.
-        RequestError: a batch, context or dtype out of range; an optimization that programs of this task do not have.
+        RequestError: an unknown task; a batch, context or dtype out of range; an optimization that programs of this
+            task do not have.
         MissingDependencyError: libtpu is not installed.
     """
     if batch < 1 or context < 1:
@@ -207,6 +208,7 @@ def compile_report(
             "raise them."
         )
     left_out = left_out_by([task], without)[task]
+    stream = "whole" if task == "train" else stream_form(residual_stream)
     config = None if quantization is None else QuantizationConfig.read(quantization)
     spec = quantize_architecture(architecture, config).spec
     check_supported(spec)
@@ -230,7 +232,7 @@ def compile_report(
         use_pallas=pallas,
         dtype=kind,
         experts=experts,
-        stream="whole" if task == "train" else residual_stream,
+        stream=stream,
         without=left_out,
     )
     stacked, tokens = layers == "scan", 1 if task == "decode" else context

@@ -134,9 +134,10 @@ class Experts(nnx.Module):
         own_rows = exchange is None and self._gathers_own_rows(x)
         summed_in = jnp.dtype(jnp.float32) if ring_of(x, self.runtime) is None else x.dtype
         real = self.real_tokens
-        if own_rows and real is not None and real.shape == chosen.shape[:-1]:
+        if (own_rows or exchange) and real is not None and real.shape == chosen.shape[:-1]:
             # Tokens of padding are all alike: a few devices would have the rows of all of them.
             chosen = jnp.where(real[...][..., None], chosen, self.spec.choices)
+            exchange = exchange and replace(exchange, padded=True)
 
         def run(
             x: jax.Array,

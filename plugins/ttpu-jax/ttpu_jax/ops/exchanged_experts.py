@@ -43,6 +43,7 @@ class ExchangedExperts:
         exchanging: those of them that divide the tokens too. Devices along the others have the same tokens.
         others: the other mesh axes that lie within a slice.
         inner_axes: mesh axes that shard the experts' inner dimension.
+        padded: whether tokens of padding have chosen no expert.
     """
 
     spec: MoESpec
@@ -51,6 +52,7 @@ class ExchangedExperts:
     exchanging: tuple[str, ...]
     others: tuple[str, ...]
     inner_axes: tuple[str, ...] = ()
+    padded: bool = False
 
     @property
     def devices(self) -> int:
@@ -70,7 +72,7 @@ class ExchangedExperts:
             experts: of a device.
         """
         block, blocks = expert // experts, prod(size for _, size in self.by_experts)
-        found = (expert >= 0) & (block < blocks)  # others return their input
+        found = (expert >= 0) & (block < blocks)  # others return their input, or are no experts
         device, left = jnp.zeros_like(expert), blocks
         for axis, size in self.by_experts:
             left //= size
@@ -89,7 +91,7 @@ def run_exchanged(
 
     Args:
         x: [tokens, hidden].
-        chosen: int [tokens, count], indices of experts.
+        chosen: int [tokens, count], indices of experts; `spec.choices` is none.
         weights: [tokens, count], cast to x's dtype.
         kernels: parameters of this device's experts.
         how: how the experts are divided.
@@ -128,7 +130,7 @@ def _sorted_rows(
     expert = chosen.T.reshape(-1)
     device, found = how.destination(expert, experts)
     groups = how.devices * experts
-    every = how.spec.choices == how.spec.num_experts and len(how.exchanging) == len(how.by_experts)
+    every = how.spec.choices == how.spec.num_experts and len(how.exchanging) == len(how.by_experts) and not how.padded
     group = jnp.where(found, device * experts + expert % experts, groups)
     sorting, sizes = sorted_by(group, groups, None if every else found)
     table = deliveries(jax.lax.all_gather(sizes.reshape(how.devices, experts), how.exchanging))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
+from ttpu_core.errors import RequestError
 from ttpu_core.sharding.hardware import Chip, chip_of_device_kind
 from ttpu_jax.ops.memories import in_vmem
 
@@ -76,6 +77,20 @@ class Ring:
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
         result: jax.Array = mapped(*arrays)
         return result
+
+
+def stream_form(name: str) -> StreamForm:
+    """The form of the residual stream with a name.
+
+    Raises:
+        RequestError: an unknown name.
+    """
+    forms: dict[str, StreamForm] = {form: form for form in get_args(StreamForm)}
+    if name not in forms:
+        raise RequestError(
+            f"residual_stream={name!r} was asked for, but it is one of {', '.join(forms)}: write one of them."
+        )
+    return forms[name]
 
 
 def gathered_product(
