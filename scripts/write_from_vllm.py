@@ -58,6 +58,12 @@ PATHS: Mapping[str, str] = {
 """Paths of vLLM's server → why one is not served, if there is a reason."""
 
 
+BUT = {
+    "--served-model-name": "; without it the name of the checkpoint's folder, where vLLM has the path as it was typed",
+}
+"""Flags of vLLM that are the same here → in what they differ where they are left out."""
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     head = list(head)
@@ -72,7 +78,7 @@ def flags() -> str:
     short: dict[str, str] = {}
     for one, name in SHORT.items():
         short[name] = f", `{one}`"
-    rows = [(f"`{name}`{short.get(name, '')}", "the same") for name in SAME]
+    rows = [(f"`{name}`{short.get(name, '')}", f"the same{BUT.get(name, '')}") for name in SAME]
     rows += [(f"`{name}`{short.get(name, '')}", one.told) for name, one in RENAMED.items()]
     for name, axis in PARALLEL.items():
         told = "--parallelism-strategy tensor=N" if axis == "tensor" else "1 alone: a replica is a server of its own"

@@ -93,6 +93,39 @@ def assert_holds_weights(checkpoint: Checkpoint) -> None:
 # What opens
 
 
+@pytest.mark.parametrize(
+    ("written", "dtype"),
+    [
+        ({}, "float16"),
+        ({"dtype": None}, "float16"),
+        ({"dtype": "auto"}, "float16"),
+        ({"dtype": "float8_e4m3fn"}, "float16"),
+        ({"dtype": "float64"}, "float16"),
+        ({"dtype": {"text_config": "bfloat16"}}, "float16"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "half"}, "float16"),
+        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"dtype": None, "torch_dtype": "float32"}, "float32"),
+    ],
+)
+def test_weights_have_the_dtype_of_the_config_or_else_of_the_files(
+    folder: Path, written: dict[str, Any], dtype: str
+) -> None:
+    save_file({"w": np.zeros(4, dtype=np.float16)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **written}))
+    assert open_checkpoint(folder).dtype == dtype
+
+
+@pytest.mark.parametrize("value", ["flaot32", 7, "int8", "", False, "torch.int8", ["bfloat16"]])
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_config_whose_dtype_is_none_is_refused(folder: Path, key: str, value: Any) -> None:
+    save_file({"w": np.zeros(4, dtype=np.float16)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", key: value}))
+    words = rf"sets '{key}' to .*, but a floating dtype's name such as float32, bfloat16, float16 is needed"
+    with pytest.raises(ConfigError, match=words):
+        _ = open_checkpoint(folder).dtype
+
+
 def test_a_single_file_holds_the_weights_that_were_saved(folder: Path) -> None:
     save_file(WEIGHTS, folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint = open_checkpoint(folder)

@@ -537,6 +537,11 @@ def test_info_describes_the_files_of_a_checkpoint(checkpoint: Path) -> None:
     assert "21 tensors (21 F32), 125.4 KiB in 1 file" in run("info", checkpoint, "--backend", "fake").stdout
 
 
+def test_info_refuses_more_layers_than_a_checkpoint_has_tensors(checkpoint: Path) -> None:
+    config_file(checkpoint, num_hidden_layers=5_000)
+    assert "5,000 layers, but the checkpoint has 21 tensors" in error("info", checkpoint, "--backend", "fake")
+
+
 def test_info_notes_config_keys_that_nobody_reads_and_that_may_matter(tmp_path: Path) -> None:
     path = config_file(tmp_path, quantization_config={"quant_method": "gptq"}, attention_sinks=4, attention_dropout=0.1)
     facts = json.loads(run("info", path, "--backend", "fake", "--json").stdout)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from ttpu_core import default_registry
+import tomllib
+from pathlib import Path
+
+from ttpu_core import default_registry, distributions
 from ttpu_core.distributions import FAMILIES, ZOO, family_of
-from ttpu_core.plugin_records import ARCHITECTURES
+from ttpu_core.plugin_records import ARCHITECTURES, COMMANDS
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_every_type_of_these_families_has_its_distribution() -> None:
@@ -19,3 +24,10 @@ def test_a_type_that_begins_like_one_of_the_zoo_has_none() -> None:
     assert [family_of(name) for name in ("gpt_neox_japanese", "phi4_multimodal", "llama9", "")] == [
         None, None, "ttpu-llama", None,
     ]  # fmt: skip
+
+
+def test_every_command_of_a_plugin_has_the_distribution_that_brings_it() -> None:
+    declared: set[str] = set()
+    for file in (*ROOT.glob("plugins/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"):
+        declared.update(tomllib.loads(file.read_text())["project"].get("entry-points", {}).get(COMMANDS, {}))
+    assert declared == set(distributions.COMMANDS)

@@ -28,6 +28,16 @@ def test_a_number_out_of_range_is_refused_by_every_way_of_asking(name: str, valu
         assert RANGES[name].allowed in str(refused.value)
 
 
+def test_the_checkpoints_own_length_is_no_argument() -> None:
+    with pytest.raises(RequestError, match="it takes max_new_tokens, max_length, do_sample, ") as refused:
+        options_from({"foo": 1})
+    assert "usual_new_tokens" not in str(refused.value)
+    for given in (({"usual_new_tokens": 5},), ({}, {"usual_new_tokens": 5})):
+        with pytest.raises(RequestError, match=r"was given usual_new_tokens=5, which this backend does not do"):
+            options_from(*given)
+    assert options_from({}, None, {"max_new_tokens": 7, "usual_new_tokens": 5}).usual_new_tokens == 7
+
+
 def test_numbers_of_numpy_are_numbers_and_truth_values_are_not() -> None:
     assert RANGES["top_k"].holds(np.int64(3)) and RANGES["temperature"].holds(np.float32(0.5))
     assert not any(RANGES["top_k"].holds(value) for value in (True, np.bool_(True), 1.5, "3", None))

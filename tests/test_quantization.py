@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ttpu_core import ModelConfig, default_registry
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.checkpoint import TensorInfo
+from ttpu_core.errors import ConfigError, RequestError, UnsupportedError
 from ttpu_core.quantization import QuantizationConfig, choices, quantize_spec
 from ttpu_core.quantization.grouping import fit_formats
 from ttpu_core.quantization.quantize import described
 from ttpu_core.quantization.report import QuantizationReport, report_of
 from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_core.quantization.schemes import SCHEMES, quantization_of
+from ttpu_core.quantization.schemes.config_groups import config_groups
+from ttpu_core.quantization.stored import stored_architecture
 from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_core.spec.kernel_format import LARGEST, ActivationFormat, KernelFormat, stored_parameters
@@ -118,9 +123,9 @@ def test_projections_of_layers_are_quantized_and_the_rest_has_a_reason() -> None
     experts = {"moe.experts.gate_up.kernel", "moe.experts.down.kernel"}
     assert paths == {"attention.qkv.kernel", "attention.output.kernel", *experts}
     assert list(described(choices(spec, config))) == [
-        "the embedding table, read by row (embeddings=True quantizes it): embed.embedding",
+        "the embedding table, read by row (in Python embeddings=True quantizes it): embed.embedding",
         "a router: rounding it sends tokens to other experts: layers.*.moe.router.kernel",
-        "the output head (lm_head=True quantizes it): head.kernel",
+        "the output head (lm_head quantizes it): head.kernel",
     ]
     whole = quantize_spec(spec, dataclasses.replace(config, lm_head=True, embeddings=True))
     assert {"head.kernel", "embed.embedding"} <= dict(whole.kernel_formats).keys()
@@ -138,7 +143,7 @@ def test_kernels_are_skipped_by_our_names_and_by_the_checkpoints() -> None:
         quantize_spec(mine.spec, QuantizationConfig(skip="q_prj"), mine.mapping)
     with pytest.raises(RequestError, match="every kernel is skipped"):
         quantize_spec(mine.spec, QuantizationConfig(skip="*"), mine.mapping)
-    with pytest.raises(RequestError, match="pass embeddings=True"):
+    with pytest.raises(RequestError, match="leave lm_head out, or in Python pass embeddings=True"):
         quantize_spec(spec_of(LLAMA | {"tie_word_embeddings": True}), QuantizationConfig(lm_head=True))
 
 
@@ -232,3 +237,84 @@ def test_dequantized_columns_are_in_the_order_of_the_inputs() -> None:
     stored = np.take_along_axis(weights, np.broadcast_to(order[:, None], weights.shape), axis=-1)
     parts = round_kernel(stored, form) | {"input_order": order.astype(np.int32)}
     assert np.abs(dequantize(parts, form) - weights).max() < 0.03
+
+
+# a malformed `quantization_config`
+
+
+def grouped(**changes: Any) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors with changes to its group."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16} | changes.pop("weights", {})
+    group = {"targets": ["Linear"], "weights": weights} | changes
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": group}}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
+GROUP = "config_groups.a"
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["files", "config alone"])
+@pytest.mark.parametrize(
+    ("section", "key", "words"),
+    [
+        (FP8 | {"weight_block_size": [1]}, "weight_block_size", "the list [1], but a list of two positive integers"),
+        (FP8 | {"weight_block_size": "x"}, "weight_block_size", 'the string "x"'),
+        (FP8 | {"weight_block_size": ["a", "b"]}, "weight_block_size", "a list of two positive integers"),
+        (FP8 | {"weight_block_size": True}, "weight_block_size", "to true"),
+        (FP8 | {"weight_block_size": [0, 0]}, "weight_block_size", "the list [0, 0]"),
+        (FP8 | {"weight_block_size": [128, -1]}, "weight_block_size", "the list [128, -1]"),
+        (grouped() | {"config_groups": "x"}, "config_groups", "an object"),
+        (grouped() | {"config_groups": {"a": ["Linear"]}}, GROUP, "an object"),
+        (grouped() | {"sparsity_config": "x"}, "sparsity_config", "an object"),
+        (grouped() | {"ignore": 5}, "ignore", "the number 5, but a list of names"),
+        (grouped() | {"ignore": ["re:("]}, "ignore", "valid regular expressions"),
+        (grouped(targets=5), f"{GROUP}.targets", "the number 5"),
+        (grouped(targets=["re:("]), f"{GROUP}.targets", "valid regular expressions"),
+        (grouped() | {"config_groups": {"a": {"weights": [1]}}}, f"{GROUP}.weights", "the list [1], but an object"),
+        (grouped(input_activations=5), f"{GROUP}.input_activations", "the number 5, but an object"),
+        (grouped(input_activations={"type": "foo"}), f"{GROUP}.input_activations.type", "one of int, float"),
+        (grouped(weights={"num_bits": "4"}), f"{GROUP}.weights.num_bits", 'the string "4", but a positive integer'),
+        (grouped(weights={"strategy": "foo"}), f"{GROUP}.weights.strategy", "one of tensor, channel, group"),
+        (grouped(weights={"type": "foo"}), f"{GROUP}.weights.type", "one of int, float"),
+        (grouped(weights={"group_size": "x"}), f"{GROUP}.weights.group_size", "a positive integer or -1"),
+        (grouped(weights={"block_structure": "9"}), f"{GROUP}.weights.block_structure", "two positive integers"),
+        (grouped(weights={"symmetric": 0}), f"{GROUP}.weights.symmetric", "true or false"),
+        (GPTQ | {"bits": "4"}, "bits", 'the string "4", but a positive integer'),
+        (GPTQ | {"group_size": 0}, "group_size", "a positive integer or -1"),
+        (AWQ | {"bits": "4"}, "bits", 'the string "4", but a positive integer'),
+        (AWQ | {"group_size": [16]}, "group_size", "a positive integer or -1"),
+    ],
+)
+def test_a_malformed_quantization_config_is_refused_by_the_name_of_its_key(
+    section: dict[str, Any], key: str, words: str, files: bool
+) -> None:
+    config = ModelConfig.from_dict(LLAMA | {"quantization_config": section})
+    with pytest.raises(ConfigError) as caught:
+        if files:
+            written = quantization_of(config)
+            assert written is not None
+            dtypes = {"qweight": ("I32", (2, 16)), "qzeros": ("I32", (1, 2)), "scales": ("F16", (1, 16))}
+            if section["quant_method"] == "awq":
+                dtypes |= {"qweight": ("I32", (16, 2))}
+            tensors = {
+                f"a.{part}": TensorInfo(f"a.{part}", dtype, shape, Path("model.safetensors"), 0, 0)
+                for part, (dtype, shape) in dtypes.items()
+            }
+            SCHEMES[section["quant_method"]]("here", written, tensors)
+        else:
+            stored_architecture(architecture(LLAMA), config)
+    message = str(caught.value)
+    assert f"'quantization_config.{key}'" in message and words in message
+    assert message.endswith(".") and "\n" not in message
+
+
+def test_config_groups_may_be_written_as_old_files_do() -> None:
+    block = {"num_bits": 8, "type": "FLOAT", "strategy": "Block", "block_structure": "128x64", "group_size": None}
+    section = grouped(weights=block, input_activations={"num_bits": 8, "type": "float", "dynamic": "local"})
+    (group,) = config_groups("here", ModelConfig.from_dict(section))
+    assert (group.weights.block, group.weights.group_size, group.weights.floating) == ((128, 64), None, True)
+    assert group.inputs is not None and group.inputs.dynamic and group.inputs.floating
+    (group,) = config_groups("here", ModelConfig.from_dict(grouped(weights={"group_size": -1}, input_activations=None)))
+    assert group.weights.group_size is None and group.weights.symmetric and group.inputs is None

@@ -332,10 +332,11 @@ def seen(packs):
     return [described.spec.layers[0].mixer.window, [k.implementation for k in described.spec.kernels],
             list(described.patch_packs), described.family]
 report([seen(None), seen([]), seen(["narrow"]), seen(["narrow", "wide"]), seen(["wide", "narrow"]),
-        seen(["wide", "narrow", "wide"]), records()])
+        seen(["wide", "narrow", "wide"]), seen("narrow"), seen("narrow, wide"), records()])
 """
     )
-    plain, none, narrow, wide, reversed_, thrice, listed = env.run(code)
+    plain, none, narrow, wide, reversed_, thrice, one, two, listed = env.run(code)
+    assert (one, two) == (narrow, wide)  # a string is a name, or names with commas
     assert plain[:3] == none[:3] == [None, [], []]
     assert narrow[:3] == [4, ["narrow_kernel"], ["narrow (narrow 1.1)"]]
     assert wide[:3] == thrice[:3] == [8, ["wide_kernel"], ["narrow (narrow 1.1)", "wide (wide 2.2)"]]
@@ -351,8 +352,10 @@ report([seen(None), seen([]), seen(["narrow"]), seen(["narrow", "wide"]), seen([
 
 def test_an_unknown_patch_pack_is_refused(tmp_path: Path) -> None:
     env = Environment.install(tmp_path, patch_pack("wide", ""))
-    message = env.run(RESOLVE_LLAMA + "report(error(lambda: llama(config, ['wider'])))")
-    assert message.startswith("PluginError: patch pack 'wider' was asked for") and "wide;" in message
+    code = "report([error(lambda: llama(config, packs)) for packs in (['wider'], 'wider')])"
+    messages = env.run(RESOLVE_LLAMA + code)
+    for message in messages:
+        assert message.startswith("PluginError: patch pack 'wider' was asked for") and "wide;" in message
 
 
 def test_hooks_run_once_per_config_and_once_per_layer_where_they_take_a_layer(tmp_path: Path) -> None:

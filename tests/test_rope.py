@@ -8,7 +8,7 @@ import pytest
 
 from ttpu_core import ModelConfig
 from ttpu_core.config.key_audit import refuse_ignored
-from ttpu_core.errors import ConfigError, UnsupportedError
+from ttpu_core.errors import ConfigError, PluginError, UnsupportedError
 from ttpu_core.spec.rope import NO_ROPE, ROPE_TYPES, RopeSpec, dynamic_base, inverse_frequencies, rope_from_config
 
 HEAD_DIM, MAX_POSITIONS = 64, 4096
@@ -157,6 +157,15 @@ def test_overrides_set_what_a_family_knows() -> None:
     assert (rope.layout, rope.sign, rope.fp32, rope.factor) == ("interleaved", -1.0, True, 4.0)
 
 
+def test_an_override_that_is_no_field_is_refused_with_the_fields() -> None:
+    with pytest.raises(PluginError) as caught:
+        rope_of(new_style("default"), partial_rotary_factor=0.5)
+    message = str(caught.value)
+    assert message.startswith("rope_from_config was asked to set 'partial_rotary_factor', but the fields of RopeSpec")
+    assert "rotary_dim, layout" in message
+    assert message.endswith("partial=True for a model that turns a part of each head.")
+
+
 def test_parameters_may_be_nested_by_layer_type() -> None:
     nested = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -232,6 +241,23 @@ def test_yarn_without_a_factor_extends_from_the_original_length() -> None:
         ("default", {"partial_rotary_factor": 1.5}, "'partial_rotary_factor' to 1.5, but it must be above 0"),
         ("dynamic", {"partial_rotary_factor": 2 / 64}, "rotates 2 features per head by dynamic rope"),
         ("yarn", {"rope_theta": 1.0}, "'rope_theta' to 1"),
+        ("yarn", {"rope_theta": 0.5}, "'rope_theta' to 0.5, but yarn divides by its logarithm"),
+        ("yarn", {"beta_fast": -32}, "'beta_fast' to -32, but a number above 0"),
+        ("yarn", {"beta_fast": 0}, "'beta_fast' to 0, but a number above 0"),
+        ("yarn", {"beta_slow": -1.0}, "'beta_slow' to -1, but a number above 0"),
+        ("yarn", {"beta_slow": 0.0}, "'beta_slow' to 0, but a number above 0"),
+        ("yarn", {"beta_fast": 1, "beta_slow": 32}, "'beta_slow' to 32 and 'beta_fast' to 1, but the first must not"),
+        ("yarn", {"mscale": -1.0, "mscale_all_dim": 1.0}, "'mscale' to -1, but 0 or more"),
+        ("yarn", {"mscale": 1.0, "mscale_all_dim": -1.0}, "'mscale_all_dim' to -1, but 0 or more"),
+        ("llama3", {"low_freq_factor": -1}, "'low_freq_factor' to -1, but a number above 0"),
+        ("llama3", {"high_freq_factor": 0}, "'high_freq_factor' to 0, but a number above 0"),
+        ("llama3", {"high_freq_factor": 0.5}, "'low_freq_factor' to 1 and 'high_freq_factor' to 0.5"),
+        ("linear", {"factor": 1e-50}, "'factor' to 1e-50, but a number above 0 that float32 can hold"),
+        ("default", {"rope_theta": 1e300}, "'rope_theta' to 1e+300, but a number above 0 that float32 can hold"),
+        ("llama3", {"original_max_position_embeddings": 0}, "original_max_position_embeddings' to the number 0"),
+        ("yarn", {"original_max_position_embeddings": -1}, "original_max_position_embeddings' to the number -1"),
+        ("longrope", {"original_max_position_embeddings": 0}, "original_max_position_embeddings' to the number 0"),
+        ("longrope, phi3", {"^original_max_position_embeddings": 0}, "original_max_position_embeddings' to the number"),
         ("proportional", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ("proportional", {"partial_rotary_factor": -0.5}, "partial_rotary_factor"),
     ],

@@ -135,6 +135,34 @@ def test_query_heads_that_the_kv_heads_cannot_share_are_refused() -> None:
         llama(num_key_value_heads=3)
 
 
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_an_activation_that_is_no_spec_is_refused(activation: Any) -> None:
+    words = f"the activation {activation!r}, but an ActivationSpec is needed: write"
+    with pytest.raises(ConfigError, match=words):
+        MLPSpec(INNER, activation)
+    with pytest.raises(ConfigError, match=words):
+        MoESpec(2, 1, INNER, activation)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "words"),
+    [
+        ({"num_hidden_layers": 20_000}, None, "20,000 layers, but at most 2,000 layers are described"),
+        ({"num_hidden_layers": 10**9}, None, "1,000,000,000 layers, but at most 2,000"),
+        ({"num_hidden_layers": 10**9}, 10**5, "1,000,000,000 layers, but at most 2,000"),
+        ({"num_hidden_layers": 22}, 21, "22 layers, but the checkpoint has 21 tensors, and each layer has at least"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, None, "1,000,000,000 layers, but at most 2,000"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, None, "1,000,000,000 layers, but at"),
+    ],
+)
+def test_more_layers_than_there_can_be_are_refused_at_once(
+    config: dict[str, Any], tensors: int | None, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        default_registry().architecture(ModelConfig.from_dict(CONFIG | config), [], tensors=tensors)
+    assert str(caught.value).startswith("config.json asks for") and "correct `num_hidden_layers`" in str(caught.value)
+
+
 def test_experts_that_return_their_input_are_chosen_in_place_of_others() -> None:
     few, many = MoESpec(6, 4, INNER), MoESpec(6, 4, INNER, identity_experts=2)
     active = [spec_of(layer_of(mlp=mlp)).num_active_parameters for mlp in (few, many)]

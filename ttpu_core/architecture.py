@@ -33,21 +33,38 @@ class Architecture:
     patch_packs: tuple[str, ...] = ()
 
 
-def describe(hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[str, ...] = ()) -> Architecture:
+MOST_LAYERS = 2_000
+"""More than any model has (DeepNet, arXiv 2203.00555, has 1,000). Each layer is described on its own: `ttpu info` of
+10,000 of them takes 57 s of a core."""
+
+
+def describe(
+    hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[str, ...] = (), tensors: int | None = None
+) -> Architecture:
     """Ask every hook once and join the answers.
 
-    `hook` is a pluggy hook caller that holds the core's defaults, the family and the patch packs.
+    Args:
+        hook: a pluggy hook caller that holds the core's defaults, the family and the patch packs.
+        config: the model's config.
+        family: the family plugin.
+        patch_packs: applied patch packs, in order.
+        tensors: number of tensors in the checkpoint; None if only the config is there.
 
     Raises:
-        ConfigError: the config lacks a key, or holds a value that the family does not support.
+        ConfigError: the config lacks a key, asks for more layers than there can be, or holds a value that the family
+            does not support.
         MappingError: the mapping does not account for every parameter.
         PluginError: a hook raises another exception, or returns what it must not return.
     """
     hook = HookCalls(hook, family)
     source_config = config
+    plain = config.to_dict()  # hooks may make a list with an entry for each layer
+    for part in (plain, plain.get("text_config")):
+        _refuse_depth(config, part.get("num_hidden_layers") if isinstance(part, dict) else None, tensors)
     config = hook.ttpu_config(config=config)
     norm = hook.ttpu_norm(config=config)
     layers = range(config.positive_int("num_hidden_layers"))
+    _refuse_depth(config, len(layers), tensors)
     spec = ArchitectureSpec(
         model_type=source_config.model_type,
         embedding=hook.ttpu_embedding(config=config),
@@ -87,6 +104,19 @@ def refuse_undescribed(architecture: Any, use: str) -> None:
             "transformers' own code, which runs without one, cannot be: install a plugin, or begin one with `ttpu "
             "new-plugin --from CONFIG`."
         )
+
+
+def _refuse_depth(config: ModelConfig, layers: object, tensors: int | None) -> None:
+    """Refuse more layers than a checkpoint has tensors, or than any model has."""
+    if not isinstance(layers, int) or layers <= min(MOST_LAYERS, MOST_LAYERS if tensors is None else tensors):
+        return
+    found = f"at most {MOST_LAYERS:,} layers are described"
+    if tensors is not None and tensors < MOST_LAYERS:
+        found = f"the checkpoint has {tensors:,} tensors, and each layer has at least one"
+    raise ConfigError(
+        f"{config.source} asks for {layers:,} layers, but {found}: correct `num_hidden_layers`, or take the "
+        "config.json that the checkpoint was published with."
+    )
 
 
 def _layer(hook: Any, config: ModelConfig, index: int, norm: NormSpec) -> LayerSpec:

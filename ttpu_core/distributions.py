@@ -27,6 +27,7 @@ ZOO = (
 BACKENDS = {"jax": '"ttpu-core[jax]"', "torch_xla": '"ttpu-core[torch-xla]"'}
 
 COMMANDS = {
+    "batch": '"ttpu-core[serve]"',
     "bench": '"ttpu-serve[bench]"',
     "compile": '"ttpu-core[serve]"',
     "compile-report": '"ttpu-core[jax]"',

@@ -38,7 +38,8 @@ class LoadOptions:
     Args:
         dtype: "auto" (as stored), "float32", "bfloat16", "float16", or a numpy, jax or torch dtype.
         revision: a branch, tag or commit of a Hub repository.
-        patch_packs: names of installed patch packs, applied in order; None takes those of TTPU_PATCH_PACKS.
+        patch_packs: names of installed patch packs, applied in order: a sequence, or one string with commas; None takes
+            those of TTPU_PATCH_PACKS.
         parallelism_strategy: how the model is sharded over devices: "fsdp", "dp", "mp", "2d", "3d", "auto" (the planner
             chooses), a shape such as "2x4" (data × tensor) or a mesh such as "data=2,tensor=4". None is one device.
         sharding_strategy: the same.
@@ -58,7 +59,7 @@ class LoadOptions:
 
     dtype: Any = "auto"
     revision: str | None = None
-    patch_packs: Sequence[str] | None = None
+    patch_packs: str | Sequence[str] | None = None
     parallelism_strategy: Any = None
     sharding_strategy: Any = None
     mesh: Any = None
@@ -145,7 +146,7 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], caller: str, take
 
 
 def describe_checkpoint(
-    checkpoint: Checkpoint, patch_packs: Sequence[str] | None = None
+    checkpoint: Checkpoint, patch_packs: str | Sequence[str] | None = None
 ) -> tuple[Checkpoint, Architecture]:
     """A checkpoint with weights and its architecture, in which the head is tied to the embedding only if the weights
     agree, whatever the config says: transformers too lets them decide.
@@ -156,15 +157,15 @@ def describe_checkpoint(
     from ttpu_core.checkpoint.tied_head import has_own_head
     from ttpu_core.registry import default_registry
 
-    registry = default_registry()
-    architecture = registry.architecture(checkpoint.config, patch_packs)
+    registry, tensors = default_registry(), len(checkpoint.tensors)
+    architecture = registry.architecture(checkpoint.config, patch_packs, tensors=tensors)
     if has_own_head(checkpoint, architecture.mapping):
         checkpoint = replace(checkpoint, config=checkpoint.config.with_values({"tie_word_embeddings": False}))
-        architecture = registry.architecture(checkpoint.config, patch_packs)
+        architecture = registry.architecture(checkpoint.config, patch_packs, tensors=tensors)
     return checkpoint, architecture
 
 
-def planned_architecture(name: str, patch_packs: Sequence[str] | None = None) -> Architecture:
+def planned_architecture(name: str, patch_packs: str | Sequence[str] | None = None) -> Architecture:
     """The architecture of a checkpoint or of a config.json alone, beside which no weights have to lie, with the formats
     of weights that are quantized already.
 

@@ -67,18 +67,24 @@ class Registry:
         """Model types that a usable plugin describes."""
         return tuple(sorted({r.name for r in self._records.values() if r.group == ARCHITECTURES and r.usable}))
 
-    def architecture(self, config: ModelConfig, patch_packs: Sequence[str] | None = None) -> Architecture:
+    def architecture(
+        self, config: ModelConfig, patch_packs: str | Sequence[str] | None = None, *, tensors: int | None = None
+    ) -> Architecture:
         """Describe a model.
 
-        `patch_packs` are names of installed packs, applied in order, the last one winning; None takes those of the
-        environment variable TTPU_PATCH_PACKS.
+        Args:
+            config: the model's config.
+            patch_packs: names of installed packs, applied in order, the last one winning: a sequence, or one string
+                with commas; None takes those of the environment variable TTPU_PATCH_PACKS.
+            tensors: number of tensors in the checkpoint; None if only the config is there.
 
         Raises:
             PluginError: no usable plugin for `config.model_type`, or no such pack.
             UnsupportedError: the model has an encoder and a decoder.
             ConfigError, MappingError: see `ttpu_core.architecture.describe`.
         """
-        asked = names_in(os.environ.get(PACKS_VARIABLE, "")) if patch_packs is None else patch_packs
+        asked = os.environ.get(PACKS_VARIABLE, "") if patch_packs is None else patch_packs
+        asked = names_in(asked) if isinstance(asked, str) else asked
         if not self.is_described(config.model_type):
             refuse_encoder(config)
         names = list(dict.fromkeys(reversed(asked)))[::-1]  # a pack that is named twice is applied where it is last
@@ -93,6 +99,7 @@ class Registry:
             config,
             family=f"{family.distribution} {family.version}",
             patch_packs=tuple(f"{record.name} ({record.distribution} {record.version})" for record in packs),
+            tensors=tensors,
         )
 
     def backend(self, name: str | None = None) -> Backend[Any]:

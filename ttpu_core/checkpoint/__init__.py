@@ -7,7 +7,7 @@ from ttpu_core.checkpoint.checkpoint import (
     open_checkpoint,
     open_config,
 )
-from ttpu_core.checkpoint.dtypes import DTYPE_ALIASES, DTYPES, dtype_name
+from ttpu_core.checkpoint.dtypes import DTYPE_ALIASES, DTYPES, dtype_in_config, dtype_name
 from ttpu_core.checkpoint.header import TensorInfo, read_tensor_into
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "WEIGHTS",
     "Checkpoint",
     "TensorInfo",
+    "dtype_in_config",
     "dtype_name",
     "open_checkpoint",
     "open_config",

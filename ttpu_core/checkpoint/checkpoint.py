@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ttpu_core.checkpoint.dtypes import DTYPE_ALIASES, DTYPES
+from ttpu_core.checkpoint.dtypes import dtype_in_config
 from ttpu_core.checkpoint.header import SafetensorsHeader, TensorInfo, read_header
 from ttpu_core.config import ModelConfig, parse_json_object
 from ttpu_core.errors import CheckpointError, MissingDependencyError
@@ -67,10 +68,15 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The dtype for the weights: float32, bfloat16 or float16, from the config, or else from the stored tensors."""
-        written = self.config.get("dtype") or self.config.get("torch_dtype")
-        if isinstance(written, str) and DTYPE_ALIASES.get(written, written) in DTYPES:
-            return DTYPE_ALIASES.get(written, written)
+        """The dtype for the weights: float32, bfloat16 or float16, from the config, or else from the stored tensors.
+
+        Raises:
+            CheckpointError: the config names none, and the files are missing or malformed.
+            ConfigError: the config names what is no floating dtype.
+        """
+        written = dtype_in_config(self.config)
+        if written is not None:
+            return written
         stored = {info.dtype for info in self.tensors.values()} & {"F64", "F32", "F16", "BF16"}
         return "float32" if stored & {"F32", "F64"} else "float16" if stored == {"F16"} else "bfloat16"
 
@@ -112,6 +118,10 @@ def open_checkpoint(path_or_id: str | Path, *, revision: str | None = None) -> C
             pickle files (which are never loaded), or the download failed.
         MissingDependencyError: huggingface_hub is needed and not installed.
     """
+    if not isinstance(path_or_id, str | PathLike):
+        raise CheckpointError(
+            f"{path_or_id!r} was asked for as a checkpoint, but a directory or a Hub id is needed: pass one of them."
+        )
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         if revision is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
+from ttpu_core.config import ModelConfig
+from ttpu_core.config.kinds import instance_of
 from ttpu_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -11,6 +14,28 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_FLOATING = re.compile(r"float|double|float(16|32|64)|bfloat16|fp(64|8)|float[468]_e[0-9][a-z0-9_]*")
+
+
+def dtype_in_config(config: ModelConfig) -> str | None:
+    """The name of the dtype in which a config says to hold weights, one of `DTYPES`; None if it names none of them:
+    nothing, "auto", a dtype for each part of a model, or a dtype of stored numbers, as float8.
+
+    Raises:
+        ConfigError: the value is no name of a floating dtype.
+    """
+
+    def floating(value: object) -> str | None:
+        if isinstance(value, ModelConfig) or value == "auto":
+            return None
+        name = instance_of(str)(value).removeprefix("torch.")
+        name = DTYPE_ALIASES.get(name, name)
+        if not _FLOATING.fullmatch(name):
+            raise ValueError
+        return name if name in DTYPES else None
+
+    key = "torch_dtype" if config.get("dtype") is None else "dtype"
+    return config.converted(key, f"a floating dtype's name such as {', '.join(DTYPES)}", floating, None)
 
 
 def dtype_name(dtype: Any, checkpoint: Checkpoint | None = None, advice: str = "") -> str:

@@ -57,7 +57,8 @@ def info(
         if fallback is not None:
             _print_fallback(checkpoint, config.model_type, runs, dict(fallback.describe(config)), as_json)
             return
-    architecture = default_registry().architecture(config, patch_pack)
+    tensors = None if opened is None else len(opened.tensors)
+    architecture = default_registry().architecture(config, patch_pack, tensors=tensors)
     architecture, quantized, names = _quantized(opened, config, architecture, quantization)
     facts = {
         "checkpoint": checkpoint,
@@ -197,7 +198,7 @@ def _quantized(
     if written is None:
         return architecture, None, None
     if held is None:
-        return architecture, {"scheme": written["quant_method"]}, None
+        return architecture, {"scheme": written.text("quant_method")}, None
     mapping = architecture.mapping.suited_to(held.shapes)
     spec = formats_of(architecture.spec, mapping, held)
     report = report_of(spec, held.scheme, dtype, mixed=dict.fromkeys(mixed_kernels(spec, mapping, held), DEQUANTIZED))

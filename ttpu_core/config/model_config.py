@@ -179,6 +179,16 @@ class ModelConfig:
         """A list of finite numbers, as a tuple of floats."""
         return self._typed(key, "a list of numbers", numbers, default)
 
+    @overload
+    def converted(self, key: str, wanted: str, convert: Callable[[Any], T]) -> T: ...
+    @overload
+    def converted(self, key: str, wanted: str, convert: Callable[[Any], T], default: D) -> T | D: ...
+    def converted(self, key: str, wanted: str, convert: Callable[[Any], Any], default: Any = _REQUIRED) -> Any:
+        """A value that `convert` returns in another form, or refuses by a ValueError.
+
+        `wanted` says in an error what is needed, as in "a list of two positive integers"."""
+        return self._typed(key, wanted, convert, default)
+
     def section(self, key: str) -> "ModelConfig | None":
         """The object under `key` (text_config, rope_parameters), or None if it is absent or null."""
         return self._typed(key, *_KINDS[ModelConfig], None)

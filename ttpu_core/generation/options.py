@@ -134,7 +134,8 @@ class GenerationOptions:
         return params if self.do_sample else replace(params, temperature=0.0)
 
 
-NAMES = tuple(field.name for field in fields(GenerationOptions))
+NAMES = tuple(field.name for field in fields(GenerationOptions) if field.name != "usual_new_tokens")
+"""What callers and checkpoints may name; `usual_new_tokens` follows from a checkpoint's `max_new_tokens`."""
 
 # Arguments of transformers that change nothing here, and the values of others that ask for nothing.
 _WITHOUT_EFFECT = {

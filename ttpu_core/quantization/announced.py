@@ -3,12 +3,24 @@ beside the config. What only the files say is taken as it usually is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
-from ttpu_core.quantization.schemes.compressed_tensors import config_groups, group_of
+from ttpu_core.quantization.schemes.awq import refuse_layout
+from ttpu_core.quantization.schemes.compressed_tensors import group_of
+from ttpu_core.quantization.schemes.config_groups import InputArguments, config_groups
+from ttpu_core.quantization.schemes.gptq import gptq_bits
+from ttpu_core.quantization.schemes.section import (
+    BLOCK,
+    block,
+    first_present,
+    group_size_of_config,
+    names_of,
+    patterns_of,
+)
 from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
 
 Announced = Callable[[str, tuple[int, ...]], KernelFormat | None]
@@ -17,7 +29,7 @@ Announced = Callable[[str, tuple[int, ...]], KernelFormat | None]
 HEAD = "lm_head"
 
 
-def announced(source: str, config: Mapping[str, Any], dtype: str) -> Announced:
+def announced(source: str, config: ModelConfig, dtype: str) -> Announced:
     """The format of each module's weight by a `quantization_config`.
 
     Args:
@@ -26,33 +38,37 @@ def announced(source: str, config: Mapping[str, Any], dtype: str) -> Announced:
         dtype: of the model's other weights.
 
     Raises:
+        ConfigError: a key of `config` has a value of another kind.
         UnsupportedError: a variant that is not read, or a scheme whose config does not say which weights are quantized.
     """
-    method = config["quant_method"]
+    method = config.text("quant_method")
     if method == "compressed-tensors":
         return _compressed_tensors(source, config, "bfloat16" if dtype == "bfloat16" else "float32")
     if method == "mxfp4":
         return _stacked_experts
     if method not in ("gptq", "awq", "fp8"):
         raise unannounced(source, method)
-    size = config.get("group_size", config.get("q_group_size"))
-    size = None if size in (None, -1) else int(size)
-    skipped = tuple(config.get("modules_to_not_convert") or ())
-    block = config.get("weight_block_size")
+    size = group_size_of_config(config, first_present(config, "group_size", "q_group_size"))
+    skipped = names_of(config, "modules_to_not_convert")
+    blocks = config.converted("weight_block_size", BLOCK, block, None)
+    has_head = config.flag(HEAD, default=False)
+    bits = gptq_bits(source, config) if method == "gptq" else 4
+    if method == "awq":
+        refuse_layout(source, config)
 
     def of_module(module: str, shape: tuple[int, ...]) -> KernelFormat | None:
-        if any(name in module for name in skipped) or (module == HEAD and not config.get(HEAD)):
+        if any(name in module for name in skipped) or (module == HEAD and not has_head):
             return None
         inputs = shape[-1]
         if method == "fp8":
-            groups = None if block is None or inputs <= block[1] else gcd(int(block[1]), inputs)
+            groups = None if blocks is None or inputs <= blocks[1] else gcd(blocks[1], inputs)
             return KernelFormat("float8_e4m3fn", groups)
         fitted = None if size == inputs else size
         if method == "awq":
-            return KernelFormat("int4", fitted, config.get("zero_point", True) is False)
-        ordered = bool(config.get("desc_act")) and fitted is not None
-        bits = config.get("bits")
-        return KernelFormat("int8" if bits == 8 else "int4", fitted, config.get("sym") is True, input_order=ordered)
+            return KernelFormat("int4", fitted, not config.flag("zero_point", default=True))
+        ordered = config.flag("desc_act", default=False) and fitted is not None
+        symmetric = config.flag("sym", default=False)
+        return KernelFormat("int8" if bits == 8 else "int4", fitted, symmetric, input_order=ordered)
 
     return of_module
 
@@ -70,31 +86,27 @@ def _stacked_experts(module: str, shape: tuple[int, ...]) -> KernelFormat | None
     return KernelFormat("float4_e2m1fn", 32, scale_dtype="float8_e8m0fnu") if len(shape) == 3 else None
 
 
-def _compressed_tensors(source: str, config: Mapping[str, Any], scale: str) -> Announced:
-    groups, ignored = config_groups(source, config), tuple(config.get("ignore") or ())
+def _compressed_tensors(source: str, config: ModelConfig, scale: str) -> Announced:
+    groups, ignored = config_groups(source, config), patterns_of(config, "ignore")
 
     def of_module(module: str, shape: tuple[int, ...]) -> KernelFormat | None:
         group = group_of(module, groups, ignored)
         if group is None:
             return None
-        weights, inputs = group["weights"], shape[-1]
-        if group["format"] == "mxfp4-pack-quantized":
+        weights, inputs = group.weights, shape[-1]
+        if group.format == "mxfp4-pack-quantized":
             return KernelFormat("float4_e2m1fn", 32, scale_dtype="float8_e8m0fnu")
-        size = weights.get("group_size") if weights.get("strategy") == "group" else None
-        if weights.get("strategy") == "block" and weights.get("block_structure"):
-            size = gcd(int(weights["block_structure"][1]), inputs)
-        size = None if size in (None, -1) or size >= inputs else int(size)
-        ordered = size is not None and weights.get("actorder") in ("group", "dynamic", True)
-        floating = weights.get("type") == "float"
-        kind: Any = "float8_e4m3fn" if floating else "int8" if weights["num_bits"] == 8 else "int4"
-        symmetric = floating or weights.get("symmetric") is not False
-        return KernelFormat(kind, size, symmetric, scale, ordered, _activation(group.get("input_activations")))
+        size = weights.group_size if weights.block is None else gcd(weights.block[1], inputs)
+        size = None if size is None or size >= inputs else size
+        ordered = size is not None and weights.ordered
+        kind: Any = "float8_e4m3fn" if weights.floating else "int8" if weights.bits == 8 else "int4"
+        symmetric = weights.floating or weights.symmetric
+        return KernelFormat(kind, size, symmetric, scale, ordered, _activation(group.inputs))
 
     return of_module
 
 
-def _activation(arguments: Mapping[str, Any] | None) -> ActivationFormat | None:
-    if not arguments or arguments.get("strategy") in ("group", "tensor_group", "block"):
+def _activation(arguments: InputArguments | None) -> ActivationFormat | None:
+    if arguments is None or not arguments.coarse:
         return None
-    kind: Any = "int8" if arguments.get("type", "int") == "int" else "float8_e4m3fn"
-    return ActivationFormat(kind, static=not arguments.get("dynamic", True))
+    return ActivationFormat("float8_e4m3fn" if arguments.floating else "int8", static=not arguments.dynamic)

@@ -54,8 +54,8 @@ def choices(
     """
     if config.lm_head and spec.head.tied and not config.embeddings:
         raise RequestError(
-            "the output head was to be quantized, but this model's head shares the embedding table: pass "
-            "embeddings=True, which quantizes the table for both."
+            "the output head was to be quantized, but this model's head shares the embedding table: leave lm_head out, "
+            "or in Python pass embeddings=True, which quantizes the table for both."
         )
     unused, wanted = set(config.skip), config.kernel_format
     found = []
@@ -192,9 +192,10 @@ def is_matrix(path: str) -> bool:
 def why_dense(path: str, parameter: Parameter, spec: ArchitectureSpec, config: QuantizationConfig) -> str | None:
     """Why a matrix stays as it is, whatever the configuration skips; None if it is quantized."""
     if path == EMBEDDING:
-        return None if config.embeddings else "the embedding table, read by row (embeddings=True quantizes it)"
+        reason = "the embedding table, read by row (in Python embeddings=True quantizes it)"
+        return None if config.embeddings else reason
     if path == HEAD:
-        return None if config.lm_head else "the output head (lm_head=True quantizes it)"
+        return None if config.lm_head else "the output head (lm_head quantizes it)"
     layers = spec.layers_of(path)
     if not layers:
         return "a part of this family alone"

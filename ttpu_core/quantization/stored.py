@@ -4,8 +4,9 @@ config.json is there, those that the config announces."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ttpu_core.checkpoint import dtype_in_config
 from ttpu_core.quantization.announced import announced, unannounced
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.mapping import common_format, formats_of
@@ -34,13 +35,15 @@ def stored_architecture(
 
     Raises:
         CheckpointError, MappingError: a file is missing or malformed, or the tensors are not those of the architecture.
+        ConfigError: a key of the `quantization_config` has a value of another kind.
         UnsupportedError: the scheme, or a variant of it, is not read, or only the files would say what is quantized.
     """
     written = quantization_of(config)
     if written is None:
         return architecture
     if checkpoint is None:
-        return replace(architecture, spec=replace(architecture.spec, kernel_formats=_announced(architecture, config)))
+        formats = _announced(architecture, config, written)
+        return replace(architecture, spec=replace(architecture.spec, kernel_formats=formats))
     held = open_quantized(checkpoint)
     if held is None:
         return architecture
@@ -48,9 +51,10 @@ def stored_architecture(
     return replace(architecture, spec=formats_of(architecture.spec, mapping, held), mapping=mapping)
 
 
-def _announced(architecture: Architecture, config: ModelConfig) -> tuple[tuple[str, KernelFormat], ...]:
-    written: Any = quantization_of(config)
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+def _announced(
+    architecture: Architecture, config: ModelConfig, written: ModelConfig
+) -> tuple[tuple[str, KernelFormat], ...]:
+    dtype = dtype_in_config(config) or "bfloat16"
     of_module, spec = announced(config.source, written, dtype), architecture.spec
     found = []
     for path, rule in architecture.mapping.rules:
@@ -61,6 +65,6 @@ def _announced(architecture: Architecture, config: ModelConfig) -> tuple[tuple[s
         form = common_format([of_module(name, shape) for name, shape in shapes.items()])
         if form is not None:
             found.append((path, form))
-    if not found and written["quant_method"] == "mxfp4":
+    if not found and written.text("quant_method") == "mxfp4":
         raise unannounced(config.source, "mxfp4")
     return tuple(found)

@@ -25,7 +25,11 @@ class MLPSpec:
     """A dense feed-forward layer: gated (down(act(gate_multiplier * gate(x)) * up(x))) or plain (down(act(up(x)))).
 
     With `sparsity`, the activation gets only the amount by which a feature exceeds that quantile of the token's
-    features, which are assumed to be normally distributed (gemma3n)."""
+    features, which are assumed to be normally distributed (gemma3n).
+
+    Raises:
+        ConfigError: the activation is no `ActivationSpec`.
+    """
 
     intermediate_size: int
     activation: ActivationSpec = ActivationSpec()
@@ -34,6 +38,18 @@ class MLPSpec:
     inner_norm: NormSpec | None = None
     sparsity: float = 0.0
     gate_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the activation."""
+        _check_activation(self.activation)
+
+
+def _check_activation(activation: object) -> None:
+    if not isinstance(activation, ActivationSpec):
+        raise ConfigError(
+            f"a feed-forward layer was described with the activation {activation!r}, but an ActivationSpec is needed: "
+            "write ActivationSpec(name) in `ttpu_mlp`."
+        )
 
 
 NO_MLP = MLPSpec(0)
@@ -80,7 +96,7 @@ class MoESpec:
 
     Raises:
         ConfigError: the number of experts per token or of groups does not fit the number of experts, or that of
-            identity experts is negative.
+            identity experts is negative; or the activation is no `ActivationSpec`.
     """
 
     num_experts: int
@@ -103,6 +119,7 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         """Check that the router can choose the requested experts."""
+        _check_activation(self.activation)
         router, experts = self.router, self.choices
         if self.identity_experts < 0:
             raise ConfigError(

@@ -6,10 +6,10 @@ same angles."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ttpu_core.errors import ConfigError
+from ttpu_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +25,9 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+
+_SMALLEST, _LARGEST = 1e-37, 1e37
+"""Bases and factors between these stay finite in float32, and so do their inverses."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ def rope_from_config(
 
     Raises:
         ConfigError: an unknown rope type, a missing parameter that the type needs, or a value out of range.
+        PluginError: an override that is no field of the result.
     """
+    _refuse_unknown(overrides)
     section = _section(config, layer_type)
     if section is None:
         return NO_ROPE
@@ -150,8 +155,8 @@ def rope_from_config(
         attention_factor=section.number("attention_factor", default=None),
         low_freq_factor=section.number("low_freq_factor", default=None),
         high_freq_factor=section.number("high_freq_factor", default=None),
-        beta_fast=section.number("beta_fast", default=0.0) or 32.0,
-        beta_slow=section.number("beta_slow", default=0.0) or 1.0,
+        beta_fast=section.number("beta_fast", default=32.0),
+        beta_slow=section.number("beta_slow", default=1.0),
         mscale=section.number("mscale", default=None),
         mscale_all_dim=section.number("mscale_all_dim", default=None),
         truncate=section.flag("truncate", default=True),
@@ -237,21 +242,51 @@ def _factors(section: ModelConfig, key: str, length: int) -> tuple[float, ...]:
     return tuple(numbers)
 
 
+def _refuse_unknown(overrides: dict[str, Any]) -> None:
+    allowed = [field.name for field in fields(RopeSpec)]
+    unknown = [name for name in overrides if name not in allowed]
+    if unknown:
+        raise PluginError(
+            f"rope_from_config was asked to set {', '.join(map(repr, unknown))}, but the fields of RopeSpec are "
+            f"{', '.join(allowed)}: name one of those, or pass partial=True for a model that turns a part of each head."
+        )
+
+
 def _check(config: ModelConfig, spec: RopeSpec) -> None:
-    """Refuse values that make a formula undefined: a base or factor of zero or less, a division by zero."""
+    """Refuse values that make a formula undefined: a base or factor of zero or less, a division by zero, a range whose
+    ends are swapped."""
     positive = {"rope_theta": spec.theta, "factor": spec.factor, "attention_factor": spec.attention_factor}
     if spec.type == "llama3":
         positive |= {"low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
+    if spec.type == "yarn":
+        positive |= {"beta_fast": spec.beta_fast, "beta_slow": spec.beta_slow}
     for key, value in positive.items():
-        if value is not None and value <= 0:
+        if value is not None and not _SMALLEST <= value <= _LARGEST:
             raise ConfigError(
-                f"{config.source} sets the rope parameter {key!r} to {value:g}, but a number above 0 is needed: "
-                "correct it."
+                f"{config.source} sets the rope parameter {key!r} to {value:g}, but a number above 0"
+                f"{' that float32 can hold' if value > 0 else ''} is needed: correct it."
             )
-    if spec.type == "yarn" and spec.theta == 1:
+    if spec.type == "yarn" and spec.theta <= 1:
         raise ConfigError(
-            f"{config.source} sets the rope parameter 'rope_theta' to 1, but yarn divides by its logarithm: correct it."
+            f"{config.source} sets the rope parameter 'rope_theta' to {spec.theta:g}, but yarn divides by its "
+            "logarithm, so that a number above 1 is needed: correct it."
         )
+    if spec.type == "yarn":
+        for key, value in (("mscale", spec.mscale), ("mscale_all_dim", spec.mscale_all_dim)):
+            if value is not None and value < 0:
+                raise ConfigError(
+                    f"{config.source} sets the rope parameter {key!r} to {value:g}, but 0 or more is needed: correct "
+                    "it."
+                )
+    ends = {"yarn": ("beta_slow", "beta_fast"), "llama3": ("low_freq_factor", "high_freq_factor")}
+    if spec.type in ends:
+        smaller, larger = ends[spec.type]
+        low, high = getattr(spec, smaller), getattr(spec, larger)
+        if low > high:
+            raise ConfigError(
+                f"{config.source} sets the rope parameter {smaller!r} to {low:g} and {larger!r} to {high:g}, but the "
+                "first must not be more than the second: correct them."
+            )
     if spec.type == "longrope" and spec.attention_factor is None and spec.original_max_position_embeddings == 1:
         raise ConfigError(
             f"{config.source} stretches a context of 1 token by longrope, whose attention factor divides by its "

@@ -426,6 +426,19 @@ class TestCommand:
         assert "the plan is for bfloat16 weights" in str(error)
         assert len(asked) == 1
 
+    @pytest.mark.parametrize(
+        "given",
+        [
+            ("--task", "decode", "--prefill", "77"),
+            ("--task", "train", "--prefill", "77"),
+            ("--task", "both", "--remat", "full"),
+        ],
+    )
+    def test_options_of_other_tasks_are_refused(self, config: Path, given: tuple[str, ...]) -> None:
+        error = self.run(config, "--topology", "v5e:1x1", *given).exception
+        assert isinstance(error, RequestError)
+        assert f"{given[2]} was given, but it has no effect with --task {given[1]}" in str(error)
+
     @pytest.mark.parametrize("asked", ["auto", "whole"])
     def test_the_residual_stream_is_cut_as_asked(
         self, config: Path, asked: str, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
-from ttpu_core.errors import MissingDependencyError, RequestError, TTPUError
+from ttpu_core.errors import CheckpointError, MissingDependencyError, RequestError, TTPUError
 from ttpu_core.generation.options import options_from
 from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
 
@@ -113,6 +114,37 @@ def test_calling_the_model_gives_logits(model: Any) -> None:
 def test_what_is_no_prompt_is_refused(model: Any, prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         model.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"pad_token_id": "<pad>"}, "pad_token_id of config.json is '<pad>', but an integer"),
+        ({"eos_token_id": "</s>"}, "eos_token_id of config.json is '</s>', but an integer"),
+        ({"eos_token_id": [2, True]}, "eos_token_id of config.json is True, but an integer"),
+    ],
+)
+def test_special_ids_of_a_config_are_checked(tmp_path: Path, named: dict[str, Any], said: str) -> None:
+    checkpoint = llama_checkpoint(tmp_path / "llama")
+    (checkpoint / "generation_config.json").unlink(missing_ok=True)
+    config = checkpoint / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **named}))
+    with pytest.raises(RequestError, match=said):
+        AutoModelForTPU.from_pretrained(checkpoint).generate([[1, 2], [3, 4, 5]], max_new_tokens=2)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "pad_token_id": -1, "eos_token_id": -1}))
+    AutoModelForTPU.from_pretrained(checkpoint).generate([[1, 2], [3, 4, 5]], max_new_tokens=2)
+
+
+def test_a_streamer_a_checkpoint_and_a_folder_are_what_they_should_be(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"streamer is 5, but an object with put\(\) and end\(\)"):
+        model.generate(PROMPT, streamer=5)
+    with pytest.raises(RequestError, match="was to be saved in None, but a directory"):
+        model.save_pretrained(None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="that directory cannot be made"):
+        model.save_pretrained(tmp_path / "file" / "folder")
+    with pytest.raises(CheckpointError, match="5 was asked for as a checkpoint, but a directory"):
+        AutoModelForTPU.from_pretrained(5)
 
 
 def test_text_without_a_tokenizer_and_a_chat_without_a_template_are_refused(tmp_path: Path) -> None:

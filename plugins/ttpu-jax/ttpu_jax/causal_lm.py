@@ -14,6 +14,7 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
+from ttpu_core.generation.option_values import token_ids
 from ttpu_core.generation.options import GenerationOptions, options_from
 from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization.report import QuantizationReport
@@ -212,6 +213,11 @@ class JaxCausalLM:
         call = self._call(prompts, options, calls)
         call = replace(call, assistant=assistant_model)
         call = call if tokenizer is None else replace(call, tokenizer=tokenizer)
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise RequestError(
+                f"streamer is {streamer!r}, but an object with put() and end() is needed, such as a TextStreamer: "
+                "pass one."
+            )
         if streamer is not None and len(call.sequences) != 1:
             raise RequestError(
                 f"a streamer follows one sequence, but {len(call.sequences)} were asked for: ask for one, or pass no "
@@ -410,16 +416,20 @@ class JaxCausalLM:
     def _stop_ids(self, options: GenerationOptions) -> frozenset[int]:
         ends: Any = options.eos_token_id
         if ends is None:
-            ends = self.architecture.config.get("eos_token_id", getattr(self._tokenizer, "eos_token_id", None))
-        ends = () if ends is None or options.ignore_eos else ends if isinstance(ends, tuple) else (ends,)
+            ends = self._special_ids("eos_token_id")
+        ends = () if ends is None or options.ignore_eos else ends
         return frozenset((*ends, *options.stop_token_ids))
 
     def _pad(self, options: GenerationOptions, stop_ids: frozenset[int]) -> int:
         pad = options.pad_token_id
         if pad is None:
-            pad = self.architecture.config.get("pad_token_id", getattr(self._tokenizer, "pad_token_id", None))
-            pad = None if pad is not None and pad < 0 else pad  # -1 in old configs means none
+            pad = next(iter(self._special_ids("pad_token_id") or ()), None)
         return (min(stop_ids) if stop_ids else 0) if pad is None else pad
+
+    def _special_ids(self, name: str) -> tuple[int, ...] | None:
+        """Token ids that config.json names, else the tokenizer."""
+        found = self.architecture.config.get(name, getattr(self._tokenizer, name, None))
+        return None if found in (None, -1) else token_ids(f"{name} of config.json", found)  # -1 in old configs is none
 
 
 def _mask(prompts: Prompts, call: Call) -> np.ndarray:

@@ -215,6 +215,10 @@ def test_where_nothing_can_be_written_nothing_is_planned(
         (("--task", "generation", "--kv-cache-dtype", "int8"), "only a serving engine quantizes them"),
         (("--kv-cache-dtype", "int4"), "only int8, fp8 are known"),
         (("--picture", "memory.gif"), "a picture is written as .html or .png"),
+        (("--context", "500000"), "context is 500,000, but this model's context holds 131,072: lower it."),
+        (("--task", "training", "--momentum", "0.9"), "it has no effect without optim: sgd or muon"),
+        (("--topology", "v5e:2x4", "--candidates", "9"), "--candidates was given, but it has no effect without --v"),
+        (("--verify", "--candidates", "9"), "--candidates was given, but it has no effect without --topology"),
     ],
 )
 def test_an_impossible_request_is_one_sentence_and_status_two(
@@ -224,6 +228,18 @@ def test_an_impossible_request_is_one_sentence_and_status_two(
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_rows_to_train_on_that_are_longer_than_the_models_context_are_warned_of(config: Path) -> None:
+    result = run(config, "--task", "training", "--topology", "v5p:4x4x4", "--batch", 32, "--context", 262144)
+    assert result.exit_code == 0, result.output
+    assert "warning: context=262,144 was given, but the model's config names 131,072 positions" in result.stderr
+
+
+def test_without_a_context_the_plan_has_the_models_where_that_is_shorter(config: Path) -> None:
+    changes = {"max_position_embeddings": 512, "rope_scaling": None}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    assert as_json(config, "--topology", "v5e:2x4", "--best", 1)["request"]["context"] == 512
 
 
 class Compiler:

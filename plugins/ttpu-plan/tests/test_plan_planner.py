@@ -15,12 +15,14 @@ from ttpu_core.sharding.hardware import CHIPS, parse_topology
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
 from ttpu_core.sharding.training_state import UpdateSettings
+from ttpu_core.spec import MixerSpec, StateSpec, axes
 from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
 from ttpu_plan.plan import HEADROOM, Plan, fingerprint_of
 from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
 from ttpu_plan.planner import (
     Request,
     best_plan,
+    check_context,
     meshes,
     plans,
     smallest_slices,
@@ -159,6 +161,17 @@ def test_slices_whose_devices_cannot_share_the_rows_are_passed_over_for_the_room
     found = why_nothing_serves(spec, Request("generation", batch=1, context=2**27))
     assert (found.closest.topology, dict(found.closest.mesh)) == ("v5p:2x2x2", {"tensor": 8})
     assert found.missing_bytes > 0
+
+
+def test_a_context_that_is_longer_than_the_models_is_refused_unless_it_has_no_positions() -> None:
+    topology, beyond = parse_topology("v5p:2x2x2"), Request("generation", batch=8, context=2**18)
+    with pytest.raises(RequestError, match=r"context is 262,144, but this model's context holds 131,072: lower it\.$"):
+        best_plan(published(LLAMA), topology, beyond)
+    with pytest.warns(UserWarning, match="context=262,144 was given, but the model's config names 131,072 positions"):
+        check_context(published(LLAMA), replace(TRAINING, context=2**18))
+    state = MixerSpec("scan", state=(StateSpec("state", (1,), (axes.MLP,)),))
+    layers = tuple(replace(one, mixer=state) for one in published(LLAMA).layers)
+    check_context(replace(published(LLAMA), layers=layers), beyond)
 
 
 def test_the_first_prefill_reads_one_prompt_for_each_group_of_devices() -> None:

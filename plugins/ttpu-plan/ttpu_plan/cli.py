@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Verified = dict["Plan", "tuple[Verification, ...]"]
 
 NOTHING_FITS = 1
+CANDIDATES = 3
 MOST_CHIPS = 256  # of the slices that are tried where none is named
 NOTE = (
     "Sizes are of one device at the peak. Memory is predicted from the arrays that the programs hold; times are "
@@ -65,7 +66,14 @@ def plan(
             "best batch is proposed.",
         ),
     ] = None,
-    context: Annotated[int, typer.Option(metavar="N", help="Cache slots of each row, or tokens to train on.")] = 2048,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Cache slots of each row, or tokens to train on. Without it 2,048, or the model's context if that is "
+            "shorter.",
+        ),
+    ] = None,
     new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -91,7 +99,7 @@ def plan(
         typer.Option(metavar="NAME", help="To train: adamw (the default), adamw_8bit, adafactor, lion, muon or sgd."),
     ] = None,
     momentum: Annotated[
-        float | None, typer.Option(metavar="X", help="To train with sgd, which keeps no state without it.")
+        float | None, typer.Option(metavar="X", help="To train with muon, or sgd, which keeps no state without it.")
     ] = None,
     gradient_accumulation_steps: Annotated[
         int | None, typer.Option(metavar="N", help="To train: parts that an update is computed in. Without it 1.")
@@ -113,15 +121,15 @@ def plan(
         typer.Option("--verify", help="Compile the first plans of a topology, or the first of each generation."),
     ] = False,
     candidates: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
             metavar="N",
             help="How many plans for a topology --verify compiles, of which the fastest comes first, and to train "
-            "without --batch how many of the best batches. Each takes 30 to 40 s for an 8B model on two cores, and 1 "
-            "to 3 minutes to train, the first time.",
+            "without --batch how many of the best batches. Without it 3. Each takes 30 to 40 s for an 8B model on two "
+            "cores, and 1 to 3 minutes to train, the first time.",
         ),
-    ] = 3,
+    ] = None,
     save: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the first plan.")] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw where the memory goes: .html, or .png by matplotlib.")
@@ -146,8 +154,11 @@ def plan(
 
     \f
     Raises:
-        RequestError: --verify was given with settings of training.
+        RequestError: --verify was given with settings of training, --candidates without what it is for, or a context
+            longer than the model's.
     """
+    from dataclasses import replace
+
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import planned_architecture
     from ttpu_core.pictures import check_picture
@@ -155,7 +166,7 @@ def plan(
     from ttpu_core.sharding.training_state import UpdateSettings
     from ttpu_plan.picture import ENDINGS, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
-    from ttpu_plan.planner import Request
+    from ttpu_plan.planner import CONTEXT, Request, usual_context
     from ttpu_plan.proposal import in_words, proposals
 
     if picture is not None:
@@ -174,8 +185,19 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     update = UpdateSettings(**given) if given else None
     request = Request(
-        task.value, batch, context, quantization=quantization, kv_cache=kept, update=update, new_tokens=new_tokens
+        task.value,
+        batch,
+        CONTEXT if context is None else context,
+        quantization=quantization,
+        kv_cache=kept,
+        update=update,
+        new_tokens=new_tokens,
     )
+    for name, is_there in (("--verify", verify), ("--topology", topology is not None)):
+        if candidates is not None and not is_there:
+            raise RequestError(
+                f"--candidates was given, but it has no effect without {name}: add that, or leave --candidates out."
+            )
     others = [name for name in given if name != "remat"]
     if verify and others:
         raise RequestError(
@@ -192,6 +214,11 @@ def plan(
         return
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
+    if context is None:
+        request = replace(request, context=usual_context(architecture.spec))
+    else:
+        _check_context(architecture, request)
+    candidates = candidates or CANDIDATES
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
     verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
@@ -280,6 +307,19 @@ def _planned_without_plugin(
         note("nothing fits: take more chips, fewer rows (--batch) or a shorter context (--context).")
         raise typer.Exit(NOTHING_FITS)
     return True
+
+
+def _check_context(architecture: Architecture, request: Request) -> None:
+    """As the planner's `check_context`, with its warning as a line for people."""
+    import warnings
+
+    from ttpu_plan.planner import check_context
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check_context(architecture.spec, request)
+    for one in said:
+        note(f"warning: {one.message}")
 
 
 def _plans(

@@ -4,6 +4,7 @@ nothing."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,6 +33,9 @@ Mesh = dict[str, int]
 
 ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
+
+MOMENTUM = ("sgd", "muon")
+"""Optimizers that have a momentum."""
 
 SHORTEST_PART = 512
 """Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
@@ -71,7 +75,7 @@ class Request:
         """Check the values before meshes are enumerated.
 
         Raises:
-            RequestError: an unknown purpose, or sizes that no workload can have.
+            RequestError: an unknown purpose, sizes that no workload can have, or a momentum that has no effect.
         """
         if self.purpose not in get_args(Purpose):
             raise RequestError(
@@ -86,6 +90,11 @@ class Request:
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
         replace(first, step=step, kv_cache=self.kv_cache)
+        if self.update is not None and self.update.momentum > 0 and self.update.optim not in MOMENTUM:
+            raise RequestError(
+                f"momentum={self.update.momentum:g} was given with optim={self.update.optim}, but it has no effect "
+                f"without optim: {' or '.join(MOMENTUM)}: take one of these, or leave momentum out."
+            )
 
     def rows(self, num_devices: int) -> int:
         """The number of rows of the decode or training step."""
@@ -260,15 +269,43 @@ def smallest_slices(
 
 
 def best_plan(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING) -> Plan:
-    """Return the fastest plan that fits.
+    """Return the fastest plan that fits. Warns of rows to train on that are longer than the model's context.
 
     Raises:
+        RequestError: a context that is longer than the model's.
         UnsupportedError: none does; the message says by how much, and what would.
     """
+    if request.context != CONTEXT:  # else nobody named one
+        check_context(spec, request)
     found = plans(spec, topology, request)
     if not found[0].fits:
         raise UnsupportedError(str(why_nothing_fits(spec, topology, request, found)))
     return found[0]
+
+
+def usual_context(spec: ArchitectureSpec) -> int:
+    """The context of a plan where none is named: `CONTEXT`, or the model's if that is shorter."""
+    return min(CONTEXT, spec.context) if _has_positions(spec) else CONTEXT
+
+
+def check_context(spec: ArchitectureSpec, request: Request) -> None:
+    """Refuse a context that the model cannot be run with. Warn of one to train with, as `ttpu train` does: training so
+    is how contexts are extended.
+
+    Raises:
+        RequestError: it is longer than the model's.
+    """
+    if request.context <= spec.context or not _has_positions(spec):
+        return
+    if request.purpose != "training":
+        raise RequestError(
+            f"context is {request.context:,}, but this model's context holds {spec.context:,}: lower it."
+        )
+    warnings.warn(
+        f"context={request.context:,} was given, but the model's config names {spec.context:,} positions: pass "
+        f"context={spec.context}, unless its context is to be extended",
+        stacklevel=3,
+    )
 
 
 def why_nothing_fits(
@@ -402,6 +439,15 @@ def _serves_well(mesh: Mesh, topology: Topology, request: Request) -> bool:
 
 def _mixtures(spec: ArchitectureSpec) -> list[MoESpec]:
     return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
+
+
+def _has_positions(spec: ArchitectureSpec) -> bool:
+    """Whether a layer keeps something of each token; states of one size have no positions that could run out."""
+    return any(
+        isinstance(layer.mixer, AttentionSpec)
+        or any(axes.SEQUENCE in state.axes for mixer in layer.mixers for state in mixer.state)
+        for layer in spec.layers
+    )
 
 
 def _heads(mixer: object) -> int:

@@ -108,6 +108,15 @@ def test_an_interrupted_run_leaves_no_output_and_is_gone_on_with(
     assert names(output) == names(source) and not partial.exists()
 
 
+def test_that_there_is_nothing_to_go_on_with_is_said(run: Run, output: Path) -> None:
+    assert "warning" not in run().stderr
+    again = run("--resume")
+    assert again.exit_code == 0, again.output
+    partial = output.with_name("out.jsonl.partial")
+    assert f"warning: --resume was given, but there is no {partial} to go on with" in again.stderr
+    assert f"all requests are answered anew, and {output} is replaced" in again.stderr
+
+
 def test_answers_of_another_input_are_not_gone_on_with(run: Run, output: Path) -> None:
     partial = output.with_name("out.jsonl.partial")
     for content, said in (
@@ -125,7 +134,8 @@ def test_answers_of_another_input_are_not_gone_on_with(run: Run, output: Path) -
         (jsonl([line("a"), line("a")]), "line 2: the custom_id 'a'"),
         (jsonl([line("a")]) + b"no\nno\n", "correct it. 1 more lines are wrong."),
         (jsonl([line("a", "/v1/audio")]), "url is '/v1/audio'"),
-        (b"", "has no lines"),
+        (b"", "in.jsonl: the file has no lines"),
+        (b"\n\n", "in.jsonl: the file has no lines"),
     ],
 )  # fmt: skip
 def test_a_wrong_input_is_refused_before_a_model_is_loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from ttpu import LLM, AutoModelForTPU, SamplingParams
 from ttpu_core.errors import RequestError
 from ttpu_jax.runner.compilation import RecompileError
+from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.execution.engine_core import EngineCore
 
 NEW = 12
@@ -81,7 +83,7 @@ def _alone(model: Any, prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Any, checkpoint: Path) -> Iterator[dict[str, EngineCore]]:
+def llms(model: Any, checkpoint: Path) -> Iterator[dict[str, LLM]]:
     """Engines that go about it differently."""
     eight = AutoModelForTPU.from_pretrained(checkpoint, parallelism_strategy="tensor=8")
     made = {
@@ -89,9 +91,14 @@ def engines(model: Any, checkpoint: Path) -> Iterator[dict[str, EngineCore]]:
         "speculating": LLM(model, **SMALL, num_pages=40, speculative="ngram:3"),
         "eight devices": LLM(eight, **SMALL, num_pages=FEW_PAGES),
     }
-    yield {name: llm.engine for name, llm in made.items()}
+    yield made
     for llm in made.values():
         llm.close()
+
+
+@pytest.fixture(scope="module")
+def engines(llms: dict[str, LLM]) -> dict[str, EngineCore]:
+    return {name: llm.engine for name, llm in llms.items()}
 
 
 def test_steps_whose_tokens_go_round_a_ring_answer_as_whole_ones(checkpoint: Path) -> None:
@@ -194,6 +201,32 @@ def test_the_engines_did_what_they_are_for(engines: dict[str, EngineCore], alone
     assert all(engine.stats().recompiles == 0 for engine in engines.values())
 
 
+@pytest.mark.slow
+def test_threads_call_one_engine_in_turn(engines: dict[str, EngineCore], alone: list[list[int]]) -> None:
+    """Each thread is told its own requests' tokens, whoever ran the step."""
+    engine = engines["one device"]
+    told: dict[int, list[list[int]]] = {}
+
+    def ask(number: int) -> None:
+        prompt, params = REQUESTS[number]
+        for turn in range(3):
+            name, tokens, finished = f"thread {number}, {turn}", [], False
+            with engine.inbox([name]) as inbox:
+                engine.add(name, prompt, params)
+                while not finished:
+                    for delta in inbox.take():
+                        tokens += delta.token_ids
+                        finished |= delta.finish_reason is not None
+            told.setdefault(number, []).append(tokens)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(REQUESTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert told == {number: [tokens] * 3 for number, tokens in enumerate(alone)}
+
+
 def test_a_program_that_is_missing_while_serving_is_an_error_in_strict_mode(model: Any) -> None:
     """And counted, and compiled, where it is not."""
     for strict in (True, False):
@@ -247,6 +280,43 @@ def test_generate_of_a_model_uses_the_engine_where_paged_attention_is_enabled(
     with pytest.raises(RequestError, match="shorten the prompt"):
         paged.generate([list(range(64))])
     assert not any(paged.engine.stats().pages_in_use.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (None, {}, "model is None, but a checkpoint's directory"),
+        (5, {}, "model is 5, but"),
+        ("here", {"tensor_parallel_size": "2"}, "tensor_parallel_size is '2', but a whole number"),
+        ("here", {"tensor_parallel_size": 0}, "tensor_parallel_size is 0, but a whole number"),
+        ("here", {"gpu_memory_utilization": "x"}, "memory_utilization is 'x', but a share"),
+    ],
+)
+def test_an_engine_says_what_it_is_made_of(checkpoint: Path, model: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        LLM(checkpoint if model == "here" else model, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda llm: llm.generate(5), "prompts is 5, but a text"),
+        (lambda llm: llm.generate([None]), "a prompt is None, but a text"),
+        (lambda llm: llm.generate(["abc", 5]), "a prompt is 5, but a text"),
+        (lambda llm: llm.generate([{"prompt_token_ids": "abc"}]), "prompt_token_ids is 'abc', but a list"),
+        (lambda llm: llm.generate("a", {"max_tokens": 3}), "sampling_params holds .* but SamplingParams are needed"),
+        (lambda llm: llm.generate("a", lora_request="x"), "lora_request holds 'x', but a LoRARequest is needed"),
+        (lambda llm: llm.beam_search("a", 5), "params is 5, but BeamSearchParams are needed"),
+        (lambda llm: read_adapter(None), "the adapter None was asked for, but an adapter's directory"),
+        (lambda llm: llm.update_weights(5), "were to be updated from 5, but a directory"),
+    ],
+)
+def test_calls_with_other_types_are_refused_in_one_sentence(llms: dict[str, LLM], call: Any, said: str) -> None:
+    llm = llms["one device"]
+    with pytest.raises(RequestError, match=said):
+        call(llm)
+    assert not llm.engine.has_work
 
 
 def test_engine_settings_are_refused_without_the_engine(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def test_one_sequence_needs_all_of_its_pages_in_full_groups_and_a_window_and_a_s
     assert pages_per_group(long_context(1), HYBRID, (1, 5), needed) == (WHOLE + 1, ONE_WINDOW + STEP + 1)
     with pytest.raises(RequestError, match=f"set max_model_len to {(WHOLE - 1) * PAGE:,} or less"):
         pages_per_group(long_context(1), HYBRID, (1, 5), needed - 1)
+
+
+def test_the_memory_that_is_missing_is_said_in_units_that_suit_it_and_by_its_name() -> None:
+    few, each = replace(long_context(1), kv_cache_memory=10_737), layout((None, 0))
+    with pytest.raises(RequestError, match=r"needs 2\.0 MiB .* but kv_cache_memory is 10\.5 KiB: raise it, set max_m"):
+        pages_per_group(few, each, (2048,), 10_737)
+    with pytest.raises(RequestError, match=r"needs 2\.0 MiB .* but 0 bytes are free: use more devices"):
+        pages_per_group(long_context(1), each, (2048,), -5)
 
 
 def test_long_sequences_have_most_of_the_memory_where_few_run() -> None:

@@ -55,4 +55,4 @@ def test_arguments_of_a_checkpoint_are_those_of_json(caplog: pytest.LogCaptureFi
     assert compare({**kept, "beta": 0.2}, kept, tells=False) == {"beta"} and not caplog.messages
     before = {name: value for name, value in kept.items() if name not in ("beta", "data_seed")}
     assert compare(before, kept, tells=True) == {"beta"}  # data_seed is None, as it was
-    assert caplog.messages == ["resumed with another beta than the checkpoint's: None → 0.1"]
+    assert caplog.messages == ["resumed with other arguments than the checkpoint's: beta None → 0.1"]

@@ -262,6 +262,21 @@ def test_an_export_from_or_to_a_wrong_folder_is_refused(
         export_run(tmp_path / run, tmp_path / out, NumpyBackend())
 
 
+def test_an_export_that_is_refused_leaves_no_folder(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RequestError("it trained no adapters: leave --merge out.")
+
+    save(store(runner, tmp_path / "run"), runner, 1)
+    monkeypatch.setattr(NumpyBackend, "export_checkpoint", refuse)
+    (tmp_path / "there").mkdir()
+    for out in ("new/out", "there"):
+        with pytest.raises(RequestError, match="no adapters"):
+            export_run(tmp_path / "run", tmp_path / out, NumpyBackend(), merge=True)
+    assert not (tmp_path / "new").exists() and (tmp_path / "there").is_dir()
+
+
 def test_an_export_of_a_damaged_checkpoint_or_of_a_missing_step_is_refused(
     runner: NumpyTrainRunner, tmp_path: Path
 ) -> None:

@@ -64,6 +64,8 @@ def test_examples_can_be_imported(tmp_path: Path) -> None:
         ("model: m\ntrain_dataset: d\nlerning_rate: 1\n", [], "did you mean learning_rate"),
         ("- a\n", [], "holds a list"),
         ("model: [\n", [], "not readable YAML"),
+        (YAML + "learning_rate: 2\n", [], "writes the key 'learning_rate' twice (lines 3 and 5), but only one value"),
+        ("model: m\nload_options: {dtype: a, dtype: b}\n", [], "writes the key 'dtype' twice (line 2)"),
         (YAML, ["max_steps"], "changes are written key=value"),
         (YAML, ["model.x=1"], "model holds a value and no keys"),
         ("model: m\ntrain_dataset: {import: 'nowhere:x'}\n", [], "'nowhere:x' was to be imported"),
@@ -80,6 +82,16 @@ def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, content: str, c
         read_training_file(file, changes)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_key_that_stands_twice_in_a_json_file_is_refused_and_yamls_merges_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"model": "m", "train_dataset": "d", "max_steps": 1, "max_steps": 2}')
+    with pytest.raises(RequestError, match="writes the key 'max_steps' twice, but only one value can be meant"):
+        read_training_file(file)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ntrain_dataset: &one {a: x, b: y}\neval_dataset: {<<: *one, b: z}\n")
+    assert read_training_file(file).trainer["eval_dataset"] == {"a": "x", "b": "z"}
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

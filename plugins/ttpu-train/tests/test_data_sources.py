@@ -106,6 +106,8 @@ def test_only_the_completion_of_a_prompt_has_weight() -> None:
         ("a.jsonl", b'{"input_ids": [1, 2], "labels": [1]}\n', r"line 1 .*2 input_ids, but with 1 labels"),
         ("a.jsonl", b'{"input_ids": [1, 2], "labels": [2, 3]}\n', r"line 1 .*label 2 for token 0.*not be shifted"),
         ("a.jsonl", b'{"input_ids": [1, -2]}\n', r"line 1 .*number below 0"),
+        ("a.jsonl", b'{"text": "\\ud83d\\ude00"}\n{"text": "\\ud800"}', r"a\.jsonl, line 2 .*holds \\ud800, one half"),
+        ("a.json", b'[{"messages": [{"role": "user", "content": "\\uDC00"}]}]', r"example 0 .*holds \\udc00, one half"),
         ("a.jsonl", b'{"input_ids": ["a"]}\n', r"line 1 .*not a flat list of whole numbers"),
     ],
 )
@@ -125,6 +127,7 @@ def test_malformed_data_is_refused_by_file_and_line(tmp_path: Path, name: str, c
         (7, "the dataset .*is a int: pass a path"),
         (["/nowhere", {"text": "x"}], "'/nowhere' .*no such file"),
         (["abc"], "'abc' .*no such file"),
+        ([{"text": "\ud800"}], r"the dataset, example 0 .*holds \\ud800, one half of a character"),
         ([{"text": "x"}, "y"], "the dataset, example 1 .*is a str: each example must be a mapping"),
     ],
 )

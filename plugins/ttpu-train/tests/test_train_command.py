@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from pathlib import Path
 
@@ -100,4 +101,6 @@ def test_a_signal_gives_the_exit_status_that_shells_have_for_it() -> None:
 def test_warnings_are_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     with plain_warnings():
         warnings.warn("rows are long", stacklevel=1)
-    assert capsys.readouterr().err.endswith("warning: rows are long\n")
+        logging.getLogger("ttpu_train.resuming").warning("resumed with %s", "others")
+        logging.getLogger("ttpu_train.resuming").info("nothing of interest")
+    assert capsys.readouterr().err == "warning: rows are long\nwarning: resumed with others\n"

@@ -151,10 +151,49 @@ def _functions(given: Any, folder: Path) -> list[Any]:
     return functions
 
 
+class _TwinKey(ValueError):
+    """A key that stands twice in one mapping; `where` are words that follow it."""
+
+    def __init__(self, key: Any, where: str = "") -> None:
+        super().__init__(key)
+        self.key, self.where = key, where
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses a key that stands twice where that takes the last value in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    both = f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
+                    raise _TwinKey(key.value, f" ({both})")
+                lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON file."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _TwinKey(key)
+        values[key] = value
+    return values
+
+
 def _content(source: Path) -> dict[str, Any]:
     try:
         text = source.read_text(encoding="utf-8")
-        content = json.loads(text) if source.suffix == ".json" else yaml.safe_load(text)
+        is_json = source.suffix == ".json"
+        content = json.loads(text, object_pairs_hook=_without_twins) if is_json else yaml.load(text, _Loader)
+    except _TwinKey as error:
+        raise RequestError(
+            f"the training file {source} writes the key {error.key!r} twice{error.where}, but only one value can be "
+            "meant: remove one of them."
+        ) from error
     except FileNotFoundError as error:
         raise RequestError(
             f"the training file {source} was asked for, but it does not exist: correct the path."

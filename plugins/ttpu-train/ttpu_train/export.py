@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ def export_run(
             f"the checkpoint {place} was to be exported, but its files are damaged ({first_line(error)}): export "
             "another step."
         ) from error
-    _check_target(out, run)
-    backend.export_checkpoint(place, out, identity=header["identity"], dtype=dtype, merge=merge)
+    with _target(out, run):
+        backend.export_checkpoint(place, out, identity=header["identity"], dtype=dtype, merge=merge)
     return int(header["step"])
 
 
@@ -66,8 +68,9 @@ def _chosen(run: Path, step: int | None) -> Path:
     )
 
 
-def _check_target(out: Path, run: Path) -> None:
-    """Make the folder to write.
+@contextmanager
+def _target(out: Path, run: Path) -> Iterator[None]:
+    """Make the folder to write. Folders that this makes are removed again if the export fails and writes nothing.
 
     Raises:
         RequestError: it cannot be made, or holds the run.
@@ -78,9 +81,17 @@ def _check_target(out: Path, run: Path) -> None:
             f"--out {out} was given, but that is a folder of the run itself, whose files would be mixed up with the "
             "model's: name another folder."
         )
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(
             f"--out {out} was given for the model, but that folder cannot be made ({error.strerror}): name another."
         ) from error
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # one that holds something stays, and those above it
+            for folder in made:
+                folder.rmdir()
+        raise

@@ -86,7 +86,7 @@ def compare(saved: Mapping[str, Any], ours: Mapping[str, Any], *, tells: bool) -
     changed |= {name: (None, ours[name]) for name in ours if name not in saved and ours[name] is not None}
     for name, (old, new) in changed.items() if tells else ():
         said = f"; {SAID[name]}" if name in SAID else ""
-        logger.warning("resumed with another %s than the checkpoint's: %s → %s%s", name, old, new, said)
+        logger.warning("resumed with other arguments than the checkpoint's: %s %s → %s%s", name, old, new, said)
     return frozenset(changed)
 
 

@@ -18,7 +18,7 @@ from ttpu_core.quantization.schemes.tensor import QuantizedCheckpoint, Quantized
 
 __all__ = ["QuantizedCheckpoint", "QuantizedTensor", "open_quantized", "quantization_of", "refuse_again"]
 
-Read = Callable[[str, Mapping[str, Any], Mapping[str, TensorInfo]], QuantizedCheckpoint]
+Read = Callable[[str, ModelConfig, Mapping[str, TensorInfo]], QuantizedCheckpoint]
 SCHEMES: Mapping[str, Read] = {
     "compressed-tensors": read_compressed_tensors,
     "gptq": read_gptq,
@@ -28,7 +28,7 @@ SCHEMES: Mapping[str, Read] = {
 }
 
 
-def quantization_of(config: ModelConfig) -> dict[str, Any] | None:
+def quantization_of(config: ModelConfig) -> ModelConfig | None:
     """The `quantization_config` of a config, which counts as read; None if the weights are not quantized.
 
     Raises:
@@ -39,17 +39,15 @@ def quantization_of(config: ModelConfig) -> dict[str, Any] | None:
     if found is None:
         return None
     _mark_read(found)
-    plain = config.to_dict()
-    written = plain.get("quantization_config") or plain.get("compression_config")
-    method = written.get("quant_method") if isinstance(written, dict) else None
-    if not isinstance(written, dict) or not isinstance(method, str):
+    method = found.get("quant_method") if isinstance(found, ModelConfig) else None
+    if not isinstance(found, ModelConfig) or not isinstance(method, str):
         raise CheckpointError(
             f"{config.source} has a quantization_config without a quant_method, so that its weights cannot be read: "
             "copy the config.json of the checkpoint again."
         )
     if method not in SCHEMES:
         raise refuse(config.source, method)
-    return written
+    return found
 
 
 def open_quantized(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
@@ -57,12 +55,13 @@ def open_quantized(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
 
     Raises:
         CheckpointError: a part is missing or malformed.
+        ConfigError: a key of the `quantization_config` has a value of another kind.
         UnsupportedError: the scheme, or a variant of it, is not read.
     """
     config = quantization_of(checkpoint.config)
     if config is None:
         return None
-    found = SCHEMES[config["quant_method"]](checkpoint.source, config, checkpoint.tensors)
+    found = SCHEMES[config.text("quant_method")](checkpoint.source, config, checkpoint.tensors)
     return found if found.weights else None
 
 

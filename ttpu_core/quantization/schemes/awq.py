@@ -10,8 +10,10 @@ import numpy as np
 
 from ttpu_core.checkpoint.decoded import DecodedTensor, raw_columns
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
 from ttpu_core.quantization.packing import floats, signed, unpack_awq
+from ttpu_core.quantization.schemes.section import first_present, group_size_of_config
 from ttpu_core.quantization.schemes.tensor import (
     FLOAT32,
     INT8,
@@ -33,30 +35,41 @@ COLUMNS = 8
 """Outputs that share a word."""
 
 
-def read_awq(source: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
+def read_awq(source: str, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
     """Read an AWQ checkpoint; no weight is read.
 
     Raises:
         CheckpointError: a part is missing or has a wrong shape.
+        ConfigError: a key of `config` has a value of another kind.
         UnsupportedError: other than 4 bits, or another layout than gemm.
     """
-    bits = config.get("bits", config.get("w_bit"))
-    version = str(config.get("version") or "gemm").lower()
-    if bits != 4 or version != "gemm":
-        raise UnsupportedError(
-            f"{source} holds AWQ weights of {bits} bits in the layout {version!r}, but those of 4 bits in the layout "
-            "'gemm' are read: take such a checkpoint."
-        )
-    asked = config.get("group_size", config.get("q_group_size"))
+    refuse_layout(source, config)
+    asked = group_size_of_config(config, first_present(config, "group_size", "q_group_size"))
     weights: dict[str, QuantizedTensor] = {}
     used: set[str] = set()
     for name in tensors:
         if name.endswith(".qweight"):
             module = name.removesuffix(".qweight")
-            weights[f"{module}.weight"] = _weight(module, None if asked in (None, -1) else asked, tensors)
+            weights[f"{module}.weight"] = _weight(module, asked, tensors)
             used |= {f"{module}.{part}" for part in ("qweight", "qzeros", "scales")}
     dense = {name: info for name, info in tensors.items() if name not in used}
     return QuantizedCheckpoint(source, "AWQ", weights, dense)
+
+
+def refuse_layout(source: str, config: ModelConfig) -> None:
+    """Refuse what is not read.
+
+    Raises:
+        ConfigError: a key has a value of another kind.
+        UnsupportedError: other than 4 bits, or another layout than gemm.
+    """
+    bits = config.positive_int(first_present(config, "bits", "w_bit"))
+    version = config.text("version", default="gemm").lower()
+    if bits != 4 or version != "gemm":
+        raise UnsupportedError(
+            f"{source} holds AWQ weights of {bits} bits in the layout {version!r}, but those of 4 bits in the layout "
+            "'gemm' are read: take such a checkpoint."
+        )
 
 
 def _weight(module: str, asked: int | None, tensors: Mapping[str, TensorInfo]) -> QuantizedTensor:

@@ -12,10 +12,13 @@ import numpy as np
 
 from ttpu_core.checkpoint.decoded import DecodedTensor, raw_rows, raw_tensor
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import CheckpointError, UnsupportedError
 from ttpu_core.quantization.packing import floats, signed, unpack
+from ttpu_core.quantization.schemes.config_groups import ConfigGroup, InputArguments, config_groups
 from ttpu_core.quantization.schemes.fp8 import fp8_weight
 from ttpu_core.quantization.schemes.mxfp4 import mxfp4_weight
+from ttpu_core.quantization.schemes.section import patterns_of
 from ttpu_core.quantization.schemes.tensor import (
     INT8,
     QuantizedCheckpoint,
@@ -39,22 +42,22 @@ PARTS = (
     "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale",
     "input_zero_point", "output_scale", "output_zero_point", "weight_global_scale", "input_global_scale",
 )  # fmt: skip
-FORMATS = ("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
 """Scales of a quantized KV cache, which is asked for when a model is served."""
 
 
 def read_compressed_tensors(
-    source: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+    source: str, config: ModelConfig, tensors: Mapping[str, TensorInfo]
 ) -> QuantizedCheckpoint:
     """Read a checkpoint in a format of compressed-tensors; no weight is read.
 
     Raises:
         CheckpointError: a part is missing or has a wrong shape, or a group index is out of range.
+        ConfigError: a key of `config` has a value of another kind.
         UnsupportedError: a format that is not read.
     """
     groups = config_groups(source, config)
-    ignored = tuple(config.get("ignore") or ())
+    ignored = patterns_of(config, "ignore")
     weights: dict[str, QuantizedTensor] = {}
     used = {name for name in tensors if name.endswith(CACHE)}
     with TensorReader() as reader:
@@ -74,46 +77,14 @@ def read_compressed_tensors(
     return QuantizedCheckpoint(source, "compressed-tensors", weights, dense)
 
 
-def config_groups(source: str, config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The config groups that have weights, each with its format.
-
-    Raises:
-        UnsupportedError: a format that is not read.
-    """
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise UnsupportedError(
-            f"{source} holds sparse weights in the format {sparsity!r}, but dense ones are read: take a checkpoint "
-            "without sparsity."
-        )
-    groups: list[Mapping[str, Any]] = []
-    for group in (config.get("config_groups") or {}).values():
-        form = group.get("format") or config.get("format") or "dense"
-        weights = group.get("weights")
-        if weights is None:
-            continue
-        if form not in FORMATS:
-            raise UnsupportedError(
-                f"{source} holds weights in the format {form!r} of compressed-tensors, but {', '.join(FORMATS)} are "
-                "read: take such a checkpoint, or quantize the original weights with `ttpu quantize`."
-            )
-        if weights.get("num_bits") not in (4, 8):
-            raise UnsupportedError(
-                f"{source} holds weights of {weights.get('num_bits')} bits, but those of 4 and 8 bits are read: take "
-                "such a checkpoint."
-            )
-        groups.append({**group, "format": form})
-    return groups
-
-
-def group_of(module: str, groups: list[Mapping[str, Any]], ignored: tuple[str, ...]) -> Mapping[str, Any] | None:
+def group_of(module: str, groups: tuple[ConfigGroup, ...], ignored: tuple[str, ...]) -> ConfigGroup | None:
     """The config group that has the module as a target. Names and patterns come before classes."""
     if any(_matches(module, pattern) for pattern in ignored):
         return None
     for group in groups:
-        if any(_matches(module, target) for target in group.get("targets") or ()):
+        if any(_matches(module, target) for target in group.targets):
             return group
-    return next((group for group in groups if "Linear" in (group.get("targets") or ())), None)
+    return next((group for group in groups if "Linear" in group.targets), None)
 
 
 def _matches(module: str, pattern: str) -> bool:
@@ -126,30 +97,28 @@ def _weight(
     source: str,
     module: str,
     stored: TensorInfo,
-    group: Mapping[str, Any],
+    group: ConfigGroup,
     tensors: Mapping[str, TensorInfo],
     reader: TensorReader,
 ) -> QuantizedTensor:
-    arguments = group["weights"]
+    arguments = group.weights
     name = f"{module}.weight"
     scales = tensors.get(f"{module}.weight_scale")
     if scales is None:
         raise missing(stored.name, f"{module}.weight_scale")
-    if group["format"] == "mxfp4-pack-quantized":
+    if group.format == "mxfp4-pack-quantized":
         return mxfp4_weight(name, stored, scales)
-    activation, parts = _activation(source, module, group.get("input_activations"), tensors)
-    block = arguments.get("block_structure")
+    activation, parts = _activation(source, module, group.inputs, tensors)
     if stored.dtype == "F8_E4M3":
-        sizes = (int(block[0]), int(block[1])) if arguments.get("strategy") == "block" and block else None
-        found = fp8_weight(name, stored, sizes, tensors, activation)
+        found = fp8_weight(name, stored, arguments.block, tensors, activation)
         return QuantizedTensor(**{**vars(found), "parts": {**found.parts, **parts}})
-    bits = int(arguments["num_bits"])
+    bits = arguments.bits
     if stored.name.endswith(".weight_packed"):
         shape, values = _packed(module, stored, bits, tensors, reader)
     else:
         shape, values = stored.shape, stored
     inputs, scale = shape[-1], scale_source(scales, shape)
-    size = group_size_of(scales.name, inputs, scale.shape[-1], _said(arguments))
+    size = group_size_of(scales.name, inputs, scale.shape[-1], arguments.group_size)
     order = None
     index = tensors.get(f"{module}.weight_g_idx")
     if index is not None and size is not None:
@@ -158,19 +127,13 @@ def _weight(
         groups = raw_tensor(reader, index)
         order = None if (groups == -1).all() else order_of(index.name, groups, inputs // size, size)
     parts = {"values": values, "scale": scale, **parts}
-    if arguments.get("symmetric") is False:
+    if not arguments.symmetric:
         parts["zero_point"] = _zero_point(module, shape, scale.shape, bits, stored, tensors)
     if order is not None and index is not None:
         parts["input_order"] = order_source(index.name, order)
         parts["values"] = _reordered(values, shape, order)
     dtype: Any = "int4" if bits == 4 else "int8"
     return QuantizedTensor(name, shape, dtype, size, exact_scale_dtype(scales), parts, activation, order)
-
-
-def _said(arguments: Mapping[str, Any]) -> int | None:
-    """The group size of the config, None if the strategy has none."""
-    size = arguments.get("group_size")
-    return int(size) if arguments.get("strategy") == "group" and size not in (None, -1) else None
 
 
 def _packed(
@@ -235,21 +198,21 @@ def _zero_point(
 
 
 def _activation(
-    source: str, module: str, arguments: Mapping[str, Any] | None, tensors: Mapping[str, TensorInfo]
+    source: str, module: str, arguments: InputArguments | None, tensors: Mapping[str, TensorInfo]
 ) -> tuple[ActivationFormat | None, dict[PartName, Source]]:
     """How the input of the module's product is quantized, and the static scale."""
-    if not arguments:
+    if arguments is None:
         return None, {}
-    if arguments.get("symmetric") is False or arguments.get("num_bits") != 8:
+    if not arguments.symmetric or arguments.bits != 8:
         raise UnsupportedError(
-            f"{source} quantizes the inputs of {module!r} to {arguments.get('num_bits')} bits with"
-            f"{'' if arguments.get('symmetric') is False else 'out'} zero points, but inputs are quantized to 8 bits "
+            f"{source} quantizes the inputs of {module!r} to {arguments.bits} bits with"
+            f"{'out' if arguments.symmetric else ''} zero points, but inputs are quantized to 8 bits "
             "without: take another checkpoint."
         )
-    if arguments.get("strategy") in ("group", "tensor_group", "block"):
-        return None, {}  # inputs in the model's dtype are more exact
-    dtype: Any = "int8" if arguments.get("type", "int") == "int" else "float8_e4m3fn"
-    if arguments.get("dynamic", True):
+    if not arguments.coarse:
+        return None, {}
+    dtype: Any = "float8_e4m3fn" if arguments.floating else "int8"
+    if arguments.dynamic:
         return ActivationFormat(dtype), {}
     info = tensors.get(f"{module}.input_scale")
     if info is None:

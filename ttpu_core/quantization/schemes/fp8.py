@@ -8,7 +8,9 @@ from math import gcd
 from typing import Any
 
 from ttpu_core.checkpoint.header import TensorInfo
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
+from ttpu_core.quantization.schemes.section import BLOCK, block
 from ttpu_core.quantization.schemes.tensor import (
     QuantizedCheckpoint,
     QuantizedTensor,
@@ -23,18 +25,18 @@ UNUSED = ("input_scale", "activation_scale")
 """Static scales of activations. Activations stay in the model's dtype, which is more exact."""
 
 
-def read_fp8(source: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
+def read_fp8(source: str, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
     """Read a checkpoint of FP8 weights; no weight is read.
 
     Raises:
         CheckpointError: scales are missing or have a wrong shape.
+        ConfigError: a key of `config` has a value of another kind.
         UnsupportedError: another dtype than e4m3.
     """
-    form = str(config.get("fmt") or config.get("weight_format") or "e4m3").lower()
+    form = config.text("fmt", default=config.text("weight_format", default="e4m3")).lower()
     if form not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedError(f"{source} holds weights in {form}, but FP8 weights are read in e4m3: take such ones.")
-    block = config.get("weight_block_size")
-    sizes = None if block is None else (int(block[0]), int(block[1]))
+    sizes = config.converted("weight_block_size", BLOCK, block, None)
     weights: dict[str, QuantizedTensor] = {}
     used: set[str] = set()
     for name, info in tensors.items():

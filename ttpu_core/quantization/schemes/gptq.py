@@ -11,8 +11,10 @@ import numpy as np
 
 from ttpu_core.checkpoint.decoded import DecodedTensor, raw_columns, raw_tensor
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import CheckpointError, UnsupportedError
 from ttpu_core.quantization.packing import floats, signed, unpack
+from ttpu_core.quantization.schemes.section import group_size_of_config
 from ttpu_core.quantization.schemes.tensor import (
     FLOAT32,
     INT8,
@@ -36,18 +38,15 @@ VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by the name of the file format."""
 
 
-def read_gptq(source: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
+def read_gptq(source: str, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
     """Read a GPTQ checkpoint; no weight is read.
 
     Raises:
         CheckpointError: a part is missing or has a wrong shape, or a group index is out of range.
+        ConfigError: a key of `config` has a value of another kind.
         UnsupportedError: other than 4 or 8 bits, or another file format.
     """
-    bits, version = config.get("bits"), config.get("checkpoint_format") or "gptq"
-    if bits not in (4, 8):
-        raise UnsupportedError(
-            f"{source} holds GPTQ weights of {bits} bits, but those of 4 and 8 bits are read: take such a checkpoint."
-        )
+    bits, version = gptq_bits(source, config), config.text("checkpoint_format", default="gptq")
     if version not in VERSIONS:
         raise UnsupportedError(
             f"{source} holds GPTQ weights in the file format {version!r}, but {', '.join(VERSIONS)} are read: take "
@@ -65,11 +64,26 @@ def read_gptq(source: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
     return QuantizedCheckpoint(source, "GPTQ", weights, dense)
 
 
+def gptq_bits(source: str, config: ModelConfig) -> int:
+    """Bits of a weight: 4 or 8.
+
+    Raises:
+        ConfigError: the config says no number.
+        UnsupportedError: it says another number.
+    """
+    bits = config.positive_int("bits")
+    if bits not in (4, 8):
+        raise UnsupportedError(
+            f"{source} holds GPTQ weights of {bits} bits, but those of 4 and 8 bits are read: take such a checkpoint."
+        )
+    return bits
+
+
 def _weight(
     module: str,
     bits: int,
     offset: int,
-    config: Mapping[str, Any],
+    config: ModelConfig,
     tensors: Mapping[str, TensorInfo],
     reader: TensorReader,
 ) -> QuantizedTensor:
@@ -88,15 +102,14 @@ def _weight(
         raise wrong_shape(qweight, (qweight.shape[0], out), f"words of {each} inputs for scales {scales.shape}")
     if zeros.shape != (groups, -(-out // each)):
         raise wrong_shape(zeros, (groups, -(-out // each)), f"zero points for scales {scales.shape}")
-    asked = config.get("group_size")
-    size = group_size_of(scales.name, inputs, groups, None if asked in (None, -1) else asked)
+    size = group_size_of(scales.name, inputs, groups, group_size_of_config(config, "group_size"))
     order = None
     index = tensors.get(f"{module}.g_idx")
     if index is not None:
         if index.shape != (inputs,):
             raise wrong_shape(index, (inputs,), f"the group index of {inputs} inputs")
         order = order_of(index.name, raw_tensor(reader, index), groups, inputs // groups)
-    symmetric = config.get("sym") is True
+    symmetric = config.flag("sym", default=False)
 
     def values(reader: TensorReader, start: int, stop: int) -> Array:
         words = raw_columns(reader, qweight, start, stop)

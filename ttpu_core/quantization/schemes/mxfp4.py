@@ -11,6 +11,7 @@ import numpy as np
 
 from ttpu_core.checkpoint.decoded import DecodedTensor, raw_rows
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
+from ttpu_core.config import ModelConfig
 from ttpu_core.quantization.packing import E2M1, nibbles
 from ttpu_core.quantization.schemes.tensor import (
     FLOAT32,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 GROUP = 32
 
 
-def read_mxfp4(source: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
+def read_mxfp4(source: str, config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> QuantizedCheckpoint:
     """Read a checkpoint whose experts are stored as gpt-oss' are; no weight is read. `name_blocks` [experts, out,
     groups, 16] and `name_scales` hold the weight `name` [experts, out, in], which gpt-oss' dense checkpoints have as
     [experts, in, out].

@@ -30,6 +30,7 @@ WITHOUT_PLUGIN = (
     "after its weights are read, and may change the programs."
 )
 
+PROMPT = 2048  # tokens
 USUAL: Mapping[str, Any] = {
     "layers": "unrolled",
     "attn_implementation": "auto",
@@ -102,7 +103,10 @@ def compile_report(
     context: Annotated[
         int, typer.Option(min=1, help="Cache slots of each row of the decode step, or tokens of each row to train on.")
     ] = 2048,
-    prefill: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that prefill reads, in one row.")] = 2048,
+    prefill: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of the prompt that prefill reads, in one row.", show_default=str(PROMPT)),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16, float32.")] = "bfloat16",
     mesh: Annotated[
         str | None,
@@ -140,12 +144,13 @@ def compile_report(
         typer.Option(help="auto cuts the rows of long inputs over the tensor axis; whole keeps them on every device."),
     ] = StreamChoice.auto,
     remat: Annotated[
-        RematChoice,
+        RematChoice | None,
         typer.Option(
+            show_default="full",
             help="To train, what the backward pass computes again: full (all of a layer but its input), none, or a "
             "part: each of attention, gate, dots and mlp keeps more than the one before.",
         ),
-    ] = RematChoice.full,
+    ] = None,
     without: Annotated[
         str,
         typer.Option(
@@ -179,7 +184,7 @@ def compile_report(
 
     \f
     Raises:
-        RequestError: a plan and a mesh or rules, or a picture that cannot be drawn.
+        RequestError: a plan and a mesh or rules, an option of another task, or a picture that cannot be drawn.
     """
     from ttpu_core.errors import RequestError
     from ttpu_core.pictures import check_picture
@@ -193,6 +198,12 @@ def compile_report(
             f"--plan {plan} and --{'mesh' if mesh else 'sharding-rules'} were given, but a plan has a mesh and rules "
             "of its own: leave one of them out."
         )
+    if remat is not None and task is not TaskChoice.train:
+        raise RequestError(f"--remat was given, but it has no effect with --task {task.value}: add --task train.")
+    if prefill is not None and task not in (TaskChoice.prefill, TaskChoice.both):
+        raise RequestError(
+            f"--prefill was given, but it has no effect with --task {task.value}: add --task prefill, or leave it out."
+        )
     axes = parse_mesh(mesh) if mesh else None
     options = {
         "layers": layers.value,
@@ -202,7 +213,7 @@ def compile_report(
         "sharding_rules": sharding_rules,
         "plan": plan,
         "residual_stream": residual_stream.value,
-        "remat": remat.value,
+        "remat": (remat or RematChoice.full).value,
         "without": without,
     }
     report, described = _reporter(checkpoint, options, dtype, "train" if task is TaskChoice.train else "generate")
@@ -210,7 +221,7 @@ def compile_report(
     if task in (TaskChoice.decode, TaskChoice.both):
         wanted.append(("decode", batch, context))
     if task in (TaskChoice.prefill, TaskChoice.both):
-        wanted.append(("prefill", 1, prefill))
+        wanted.append(("prefill", 1, prefill or PROMPT))
     if task is TaskChoice.train:
         wanted.append(("train", batch, context))
     left_out = left_out_by([program for program, *_ in wanted], without)

@@ -10,6 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,20 @@ def save_checkpoint(
         max_shard_bytes: the largest size of one safetensors file.
 
     Raises:
-        RequestError: `directory` is a file.
+        RequestError: `directory` is a file, or cannot be made.
     """
+    if not isinstance(directory, str | PathLike):
+        raise RequestError(f"a checkpoint was to be saved in {directory!r}, but a directory is needed: pass one.")
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise RequestError(f"a checkpoint was to be saved in {target}, but that is a file: pass a directory.")
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"a checkpoint was to be saved in {target}, but that directory cannot be made ({error.strerror}): pass "
+            "another one."
+        ) from error
     shards = _shards(mapping, parameters, max_shard_bytes)
     parts = [FlaxMapping(tuple((path, mapping[path]) for path in paths)) for paths in shards]
     if jax.process_index() > 0:

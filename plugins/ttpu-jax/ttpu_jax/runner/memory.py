@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from ttpu_core.cli.console import in_bytes
 from ttpu_core.errors import RequestError
 from ttpu_jax.model.paged import PagedLayout
 
@@ -64,10 +65,11 @@ def pages_per_group(
     assert free is not None
     smallest = _bytes(demand.counts(1, demand.whole), page_bytes)
     if smallest > free:
+        given = config.kv_cache_memory is not None
+        found = f"kv_cache_memory is {_size(free)}: raise it, " if given else f"{_size(max(free, 0))} are free: "
         raise RequestError(
-            f"one sequence of {demand.length:,} tokens needs {smallest / GIB:.2f} GiB for its keys and values on each "
-            f"device, but {max(free, 0) / GIB:.2f} GiB are free: {_advice(demand, page_bytes, free)}use more devices, "
-            "or a smaller kv_cache_dtype."
+            f"one sequence of {demand.length:,} tokens needs {_size(smallest)} for its keys and values on each device, "
+            f"but {found}{_advice(demand, page_bytes, free)}use more devices, or a smaller kv_cache_dtype."
         )
     return tuple(count + 1 for count in _shared_out(demand, page_bytes, free))
 
@@ -144,6 +146,11 @@ def _advice(demand: Demand, page_bytes: Sequence[int], free: int) -> str:
         fits = _bytes(shorter.counts(1, shorter.whole), page_bytes) <= free
         low, high = (middle, high) if fits else (low, middle - 1)
     return f"set max_model_len to {low * demand.page_size:,} or less, " if low else ""
+
+
+def _size(number: int) -> str:
+    """A size in words, in GiB with two decimals or in the smaller unit that suits it."""
+    return f"{number / GIB:.2f} GiB" if number >= GIB else in_bytes(number)
 
 
 def _bytes(counts: Sequence[int], page_bytes: Sequence[int]) -> int:

@@ -117,6 +117,11 @@ def _opened(weights: str | Path | Mapping[str, Any]) -> Iterator[tuple[str, dict
         _check_arrays(weights)
         yield "the update", {name: tuple(array.shape) for name, array in weights.items()}, lambda n: _array(weights[n])
         return
+    if not isinstance(weights, str | Path):
+        raise RequestError(
+            f"weights were to be updated from {weights!r}, but a directory, or a mapping from names of tensors to "
+            "arrays, is needed: pass one of them."
+        )
     path = Path(weights)
     tensors = _stored(path)
     dtypes = {name: stored_dtype(info.dtype, name) for name, info in tensors.items()}

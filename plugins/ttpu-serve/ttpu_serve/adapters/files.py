@@ -62,6 +62,8 @@ def read_adapter(directory: str | Path) -> AdapterWeights:
         CheckpointError: the adapter's files are malformed or contradict each other.
         UnsupportedError: the adapter is not a plain LoRA adapter.
     """
+    if not isinstance(directory, str | Path):
+        raise RequestError(f"the adapter {directory!r} was asked for, but an adapter's directory is needed: pass one.")
     path = Path(directory)
     try:
         config = _read_config(path)

@@ -85,7 +85,7 @@ class EngineConfig:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise RequestError(f"{name} is {value!r}, but a whole number, 1 or more, is needed: correct it.")
         share = self.memory_utilization
-        if share is not None and (isinstance(share, bool) or not 0 < share <= 1):
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
             raise RequestError(f"memory_utilization is {share!r}, but a share above 0, up to 1, is needed: correct it.")
         if share is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
             raise RequestError(

@@ -60,7 +60,18 @@ class LLM:
 
         if enable_lora and not any(options.get(name) for name in ("adapters", "max_adapters", "max_loras")):
             options["max_adapters"] = 1
+        if not isinstance(model, str | Path) and not hasattr(model, "backend"):
+            raise RequestError(
+                f"model is {model!r}, but a checkpoint's directory, a Hub id, or a model that AutoModelForTPU loaded "
+                "is needed: pass one of them."
+            )
         if tensor_parallel_size is not None:
+            whole = isinstance(tensor_parallel_size, int) and not isinstance(tensor_parallel_size, bool)
+            if not whole or tensor_parallel_size < 1:
+                raise RequestError(
+                    f"tensor_parallel_size is {tensor_parallel_size!r}, but a whole number, 1 or more, is needed: "
+                    "correct it."
+                )
             if options.get("parallelism_strategy") is not None:
                 raise RequestError(
                     "tensor_parallel_size and parallelism_strategy were both given, but each says how the model is "
@@ -113,6 +124,12 @@ class LLM:
         if lora_request is not None:
             adapter = self._adapters_of(lora_request, adapter)
         params = _each("sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(asked))
+        for own in params:
+            if not isinstance(own, SamplingParams):
+                raise RequestError(
+                    f"sampling_params holds {own!r}, but SamplingParams are needed: pass SamplingParams(...), or one "
+                    "for each prompt."
+                )
         adapters = _each("adapter", adapter, len(asked))
         priorities = _each("priority", priority, len(asked))
         collectors = self._run(
@@ -268,6 +285,11 @@ class LLM:
         Raises:
             RequestError: there are more beams than the engine's log-probabilities allow, or a prompt cannot be served.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(
+                f"params is {params!r}, but BeamSearchParams are needed: pass BeamSearchParams(beam_width=..., "
+                "max_tokens=...)."
+            )
         adapter = None if lora_request is None else self._adapters_of(lora_request, None)
         ids = [self.engine.token_ids(prompt) for prompt in _prompts(prompts)]
         limits = self.engine.runner.limits
@@ -343,7 +365,11 @@ class LLM:
         """Load the adapters of vLLM's requests that are not loaded; return their names."""
         if adapter is not None:
             raise RequestError("adapter and lora_request were both given, two names of one setting: pass one of them.")
-        for one in [asked] if isinstance(asked, LoRARequest) else asked:
+        several = isinstance(asked, list | tuple)
+        requests: Any = asked if several else [asked]
+        for one in requests:
+            if one is not None and not isinstance(one, LoRARequest):
+                raise RequestError(f"lora_request holds {one!r}, but a LoRARequest is needed: pass one.")
             if one is not None and one.lora_name not in self.engine.adapters:
                 if not one.lora_path:
                     raise RequestError(
@@ -379,6 +405,11 @@ class LLM:
 
 
 def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    if not isinstance(prompts, str | Mapping | Sequence) and not hasattr(prompts, "tolist"):
+        raise RequestError(
+            f"prompts is {prompts!r}, but a text, a list of token ids, a mapping with one of them, or a list of these "
+            "is needed: pass one of them."
+        )
     one = isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1
     if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):  # type: ignore[index]
         return [prompts]  # type: ignore[list-item]

@@ -54,7 +54,7 @@ class AnswerOptions:
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="What requests call the model; repeat for more. Else as CHECKPOINT.",
+            help="What requests call the model; repeat for more. Else the name of CHECKPOINT's folder.",
             rich_help_panel=ANSWERS,
         ),
     ] = None

@@ -150,7 +150,7 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
     Raises:
         UnsupportedError: the weights are quantized, and only their files would say how.
     """
-    from ttpu_core.checkpoint import Checkpoint, open_checkpoint, open_config
+    from ttpu_core.checkpoint import Checkpoint, dtype_in_config, open_checkpoint, open_config
     from ttpu_core.errors import CheckpointError
     from ttpu_core.loading import describe_checkpoint
     from ttpu_core.quantization.stored import stored_architecture
@@ -160,7 +160,7 @@ def _described(name: str, patch_packs: Sequence[str] | None, dtype: str) -> tupl
     if path.exists() and not _has_weights(path):
         config = open_config(name)
         architecture = stored_architecture(registry.architecture(config, patch_packs), config)
-        written = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        written = dtype_in_config(config) or "bfloat16"
         return architecture, written if dtype == "auto" else dtype
     checkpoint: Checkpoint = open_checkpoint(name)
     try:

@@ -1,14 +1,16 @@
-"""The engine core: requests may be added at any time, and each step returns the deltas of their outputs. One thread
-calls it. While the device runs a step, the host decodes the previous step's text and schedules the next step."""
+"""The engine core: requests may be added at any time, and each step returns the deltas of their outputs. Threads call
+it in turn. While the device runs a step, the host decodes the previous step's text and schedules the next step."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -35,6 +37,20 @@ from ttpu_serve.scheduling.request import AskedPooling, Request, Status
 from ttpu_serve.scheduling.scheduler import Scheduler
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_turn(method: Callable[Concatenate[EngineCore, P], T]) -> Callable[Concatenate[EngineCore, P], T]:
+    """A method of the engine that waits until no other thread is within one of these."""
+
+    @functools.wraps(method)
+    def called(self: EngineCore, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.turn:
+            return method(self, *args, **kwargs)
+
+    return called
+
 
 @dataclass(frozen=True)
 class _Dispatched:
@@ -48,7 +64,8 @@ class _Dispatched:
 class EngineCore:
     """Serves requests with any `ModelRunner`. `ttpu_serve.api.build_engine` makes it.
 
-    It is not thread-safe: `AsyncEngine` gives it a thread of its own.
+    Several threads may call it: requests of all of them share steps, which one thread runs while the others wait.
+    `AsyncEngine` gives it a thread of its own.
     """
 
     def __init__(
@@ -90,6 +107,7 @@ class EngineCore:
         self.guides = self.input_processor.guides
         self.embeds = pooling.of_embeddings
         self.asleep = self.closed = False
+        self.turn = threading.RLock()
         self.inboxes: dict[str, Inbox] = {}
         self._steps_for = StepBuilder(runner)
         self._in_flight: deque[_Dispatched] = deque()
@@ -106,6 +124,7 @@ class EngineCore:
 
     # -- requests --
 
+    @_in_turn
     def add(
         self,
         request_id: str,
@@ -160,6 +179,7 @@ class EngineCore:
         self._requests += 1
         self._prompt_tokens += len(made[0].request.prompt)
 
+    @_in_turn
     def abort(self, request_id: str) -> None:
         """Drop a request; no more deltas of it are returned. Unknown ids are ignored."""
         self._held = [delta for delta in self._held if delta.request_id != request_id]
@@ -196,6 +216,7 @@ class EngineCore:
         waiting = bool(self._outputs) and not self.asleep
         return bool(self._held or self._in_flight) or waiting
 
+    @_in_turn
     def step(self) -> list[OutputDelta]:
         """Dispatch the next step if one can be scheduled, collect the oldest finished step, and return its deltas.
 
@@ -232,6 +253,7 @@ class EngineCore:
         elif scheduled is None and self._followed:
             self._take_followed(deltas, idle=True)
 
+    @_in_turn
     def end_failed(self, error: Exception) -> None:
         """End the requests of the step that raised last; the next `step` returns their deltas."""
         for request in self._failed:
@@ -396,6 +418,7 @@ class EngineCore:
         """Names of the loaded LoRA adapters, each with its number."""
         return {} if self.runner.adapters is None else dict(self.runner.adapters.names)
 
+    @_in_turn
     def load_adapter(self, name: str, directory: str) -> None:
         """Load a LoRA adapter in PEFT's format. It replaces an adapter of the same name; running requests finish with
         the adapter they started with.
@@ -430,6 +453,7 @@ class EngineCore:
             raise RequestError(f"the adapter {name!r} was to be loaded into this engine, but {why}.")
         return slots
 
+    @_in_turn
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter; running requests that use it finish with it.
 
@@ -442,10 +466,12 @@ class EngineCore:
             raise RequestError(f"the adapter {name!r} was to be unloaded, but those loaded are: {known}.")
         slots.unload(name)
 
+    @_in_turn
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
         self.scheduler.reset_prefix_cache()
 
+    @_in_turn
     def sleep(self) -> None:
         """Free the devices' memory: move the weights to the host and drop the KV cache. Requests are kept and computed
         again after `wake_up`."""
@@ -457,6 +483,7 @@ class EngineCore:
                 self.speculation.proposer.sleep()
             self.asleep = True
 
+    @_in_turn
     def wake_up(self) -> None:
         """Move the weights back to the devices and continue."""
         if self.asleep:
@@ -465,6 +492,7 @@ class EngineCore:
                 self.speculation.proposer.wake_up()
             self.asleep = False
 
+    @_in_turn
     def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
         """Replace some or all weights, awake or asleep. Running requests keep their tokens and continue with the new
         weights; keys and values of the old weights are dropped.
@@ -491,6 +519,7 @@ class EngineCore:
         self.scheduler.preempt_all()
         self.scheduler.reset_prefix_cache()
 
+    @_in_turn
     def close(self) -> None:
         """Abort all requests and free the devices' memory."""
         for request_id in list(self._children):

@@ -29,27 +29,30 @@ class Inbox:
         self._deltas.append(delta)
 
     def take(self) -> list[OutputDelta]:
-        """Return the queued deltas; run a step of the engine if there are none.
+        """Return the queued deltas; run a step of the engine if there are none, also after the step of another thread
+        that this call waited for.
 
         Raises:
             RequestError: the engine sleeps or is closed, so that no delta can come.
         """
         engine = self._engine
-        if not self._deltas:
-            if engine.asleep or engine.closed:
-                why = "is closed: open another one" if engine.closed else "is asleep: call wake_up() first"
-                raise RequestError(f"outputs were waited for, but the engine {why}.")
-            for delta in engine.step():
-                engine.hold(delta)  # of callers without an inbox
-        taken = list(self._deltas)
-        self._deltas.clear()
+        with engine.turn:
+            if not self._deltas:
+                if engine.asleep or engine.closed:
+                    why = "is closed: open another one" if engine.closed else "is asleep: call wake_up() first"
+                    raise RequestError(f"outputs were waited for, but the engine {why}.")
+                for delta in engine.step():
+                    engine.hold(delta)  # of callers without an inbox
+            taken = list(self._deltas)
+            self._deltas.clear()
         return taken
 
     def close(self) -> None:
         """Close the queue and abort unfinished requests."""
-        for request_id in self._ids:
-            if self._engine.inboxes.pop(request_id, None) is not None:
-                self._engine.abort(request_id)
+        with self._engine.turn:
+            for request_id in self._ids:
+                if self._engine.inboxes.pop(request_id, None) is not None:
+                    self._engine.abort(request_id)
 
     def __enter__(self) -> Inbox:
         return self

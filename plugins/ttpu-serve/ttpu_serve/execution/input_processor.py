@@ -13,6 +13,7 @@ import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.prompt import Prompt
+from ttpu_core.generation.ranges import short
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.execution.bad_words import BadWords, sequences_of
 from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
@@ -65,21 +66,31 @@ class InputProcessor:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, Mapping):
-            given = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
-            if not given:
+            ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+            if ids is None and text is None:
                 raise RequestError(
                     "a prompt was given as a mapping without prompt or prompt_token_ids: pass one of them."
                 )
-            prompt = cast("str | Sequence[int]", given[0])
+            if isinstance(ids, str):
+                raise RequestError(
+                    f"prompt_token_ids is {short(ids)}, but a list of token ids is needed: pass a text as prompt."
+                )
+            prompt = cast("str | Sequence[int]", text if ids is None else ids)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a prompt was given as text, but the checkpoint has no tokenizer: pass token ids.")
-            ids = [int(token) for token in self.tokenizer.encode(prompt)]
+            tokens = [int(token) for token in self.tokenizer.encode(prompt)]
         else:
-            ids = [self._token(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
-        if not ids:
+            listed: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+            if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+                raise RequestError(
+                    f"a prompt is {short(listed)}, but a text, a list of token ids or a mapping with one of them is "
+                    "needed: correct it."
+                )
+            tokens = [self._token(token) for token in listed]
+        if not tokens:
             raise RequestError("the prompt has no tokens: pass at least one.")
-        return Prompt(tuple(ids))
+        return Prompt(tuple(tokens))
 
     def _token(self, token: Any) -> int:
         if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < self.vocab_size:

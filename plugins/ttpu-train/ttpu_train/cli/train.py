@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import warnings
@@ -88,10 +89,29 @@ def train(
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Show warnings as lines for people, without the place in the code."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: note(f"warning: {' '.join(str(message).split())}")
-        yield
+    """Show warnings, and what the trainer logs as one, as lines for people, without the place in the code."""
+    logger, handler = logging.getLogger("ttpu_train"), _Lines(logging.WARNING)
+    propagates = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False  # a handler of another library's would print the line again
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: note(_line("warning", str(message)))
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+class _Lines(logging.Handler):
+    """Prints each record as a line: its level, then its words."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(_line(record.levelname.lower(), record.getMessage()))
+
+
+def _line(level: str, words: str) -> str:
+    return f"{level}: {' '.join(words.split())}"
 
 
 def exit_code(stopped_by: str) -> int:

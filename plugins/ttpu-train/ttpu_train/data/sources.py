@@ -8,6 +8,7 @@ import glob
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ttpu_train.data.settings import DataSettings
 TEXT, LINES, ARRAY, PARQUET = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson"), (".json",), (".parquet",)
 SUFFIXES = (*TEXT, *LINES, *ARRAY, *PARQUET)
 Example = Mapping[str, Any]
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""How JSON writes half of a character beyond the first 65,536; `json.loads` joins two halves and leaves one alone."""
 
 
 class Source(Protocol):
@@ -245,13 +248,31 @@ def _json(text: str, place: str) -> Any:
         ) from error
 
 
-def _object(value: Any, place: str) -> Example:
+def _object(value: Any, place: str, *, check: bool) -> Example:
+    """An example; `check` where a text of it may hold half a character."""
     if not isinstance(value, dict):
         raise DataError(
             f"{place} was given as training data, but it holds a JSON {type(value).__name__}: each example must be an "
             'object such as {"text": "..."}; correct it.'
         )
+    if check:
+        check_characters(json.dumps(value, ensure_ascii=False), place)
     return value
+
+
+def check_characters(text: str, place: str) -> None:
+    """Refuse half a character, which no encoding has and no tokenizer takes.
+
+    Raises:
+        DataError: there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} was given as training data, but it holds \\u{ord(text[error.start]):04x}, one half of a "
+            "character that JSON writes as two: write both, or leave it out."
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Example]]:
@@ -259,7 +280,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Example]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield place, _object(_json(_decoded(line.rstrip(), path, number), place), place)
+                text = _decoded(line.rstrip(), path, number)
+                yield place, _object(_json(text, place), place, check=SURROGATE.search(text) is not None)
 
 
 def _array(path: Path) -> Iterator[tuple[str, Example]]:
@@ -267,7 +289,8 @@ def _array(path: Path) -> Iterator[tuple[str, Example]]:
         data = file.read()
     if not data.strip():
         return
-    value = _json(_decoded(data, path), str(path))
+    text = _decoded(data, path)
+    value, check = _json(text, str(path)), SURROGATE.search(text) is not None
     if not isinstance(value, list):
         raise DataError(
             f"{path} was given as training data, but it holds a JSON {type(value).__name__}: a .json file must be one "
@@ -275,7 +298,7 @@ def _array(path: Path) -> Iterator[tuple[str, Example]]:
         )
     for number, example in enumerate(value):
         place = f"{path}, example {number}"
-        yield place, _object(example, place)
+        yield place, _object(example, place, check=check)
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Example]]:

@@ -16,7 +16,7 @@ import numpy as np
 from ttpu_core.errors import DataError
 from ttpu_train.data.chat import ChatEncoder, Encoded, common_prefix
 from ttpu_train.data.settings import DataSettings
-from ttpu_train.data.sources import Example
+from ttpu_train.data.sources import Example, check_characters
 
 TEXTS_AT_ONCE = 512  # a fast tokenizer divides a list of texts over the cores
 VERSION = 1  # of what this module writes: another one does not read the tokens that are cached
@@ -90,6 +90,7 @@ class Tokenization:
                 f"{place} was given as plain text, but its field {field!r} holds {type(text).__name__} "
                 f"{str(text)[:40]!r}: it must be a string that is not empty; correct it or leave it out."
             )
+        check_characters(text, place)
         return text
 
     def _encode(self, texts: list[str]) -> list[list[int]]:

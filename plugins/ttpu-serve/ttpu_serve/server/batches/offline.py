@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from ttpu_core.cli.console import note
 from ttpu_core.errors import RequestError
 from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.server.batches.answers import Answer
@@ -48,7 +49,7 @@ class OfflineWork:
         Args:
             source: the file of lines.
             output: where the answers go. An existing file is replaced.
-            resume: go on with the answers that an earlier run left.
+            resume: go on with the answers that an earlier run left; where it left none, a line on stderr says so.
             on_answer: called in another thread after each answer, with whether it is an error.
         """
         self.partial = output.with_name(f"{output.name}.partial")
@@ -64,7 +65,8 @@ class OfflineWork:
                 raise RequestError(
                     f"answers were to be written to {output}, but it is a folder or the input: name another file."
                 )
-            if self.partial.exists() and not resume:
+            was_left = self.partial.exists()
+            if was_left and not resume:
                 raise RequestError(
                     f"answers were to be written to {output}, but {self.partial} has those of an earlier run: pass "
                     "--resume to go on with it, or delete it."
@@ -72,6 +74,12 @@ class OfflineWork:
             self._answers = _opened(self.partial, "a+b", "answers were to be written to")
             self._reader = LineReader(self._source, MOST_LINE_BYTES)
             self._check(source, _answered(self._answers, self.partial))
+            if resume and not was_left:
+                replaced = f", and {output} is replaced" if output.exists() else ""
+                note(
+                    f"warning: --resume was given, but there is no {self.partial} to go on with: all requests are "
+                    f"answered anew{replaced}"
+                )
         except BaseException:
             self._close()
             raise
@@ -128,18 +136,19 @@ class OfflineWork:
     def _check(self, source: Path, kept: dict[bytes, int]) -> None:
         """Check all lines, and note which have been answered."""
 
-        def note(line: Line) -> None:
+        def find(line: Line) -> None:
             place = kept.pop(digest_of(line.custom_id), None)
             if place is not None:
                 self._places[line.number] = place
 
-        check = LineCheck(self._reader, ENDPOINTS, most_values=MOST_LINE_VALUES, most_lines=None, on_line=note)
+        check = LineCheck(self._reader, ENDPOINTS, most_values=MOST_LINE_VALUES, most_lines=None, on_line=find)
         while check.some():
             pass
         if check.problems:
             first, more = check.problems[0], len(check.problems) - 1
             rest = f" {more} more lines are wrong." if more else ""
-            raise RequestError(f"{source}, line {first['line']}: {first['message']}{rest}")
+            place = source if first["code"] == "empty_file" else f"{source}, line {first['line']}"
+            raise RequestError(f"{place}: {first['message']}{rest}")
         if kept:
             raise RequestError(
                 f"{self.partial} has answers to {len(kept):,} lines that {source} does not have, so that it is of "
