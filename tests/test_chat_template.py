@@ -49,6 +49,9 @@ def test_what_has_no_template_or_refuses_the_messages_is_an_error_that_says_so()
         chat_text(tokenizer(None), CHAT)
     with pytest.raises(RequestError, match=r"refuses these messages \(ValueError: no system\): change their roles"):
         chat_tokens(tokenizer(reason="no\n system"), CHAT)
+    for message in ({"content": "hi"}, "hi"):
+        with pytest.raises(RequestError, match=r"with the message .*hi.*, but each is a mapping with a role"):
+            chat_tokens(tokenizer(), [*CHAT, message])  # type: ignore[list-item]
 
 
 def test_a_template_is_found_in_the_checkpoints_files(tmp_path: Path) -> None:

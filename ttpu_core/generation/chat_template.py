@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.generation.ranges import short
 
 if TYPE_CHECKING:
     from ttpu_core.checkpoint import Checkpoint
@@ -101,6 +102,12 @@ def _applied(
             "the prompt is a chat, but the checkpoint has no chat template: pass plain text, or use an "
             "instruction-tuned checkpoint."
         )
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise RequestError(
+                f"the prompt is a chat with the message {short(message)}, but each is a mapping with a role, such as "
+                '{"role": "user", "content": "..."}: correct it.'
+            )
     try:
         return tokenizer.apply_chat_template(
             list(messages),

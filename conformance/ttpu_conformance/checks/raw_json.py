@@ -64,8 +64,9 @@ def _hold(case: Case, forms: Iterable[Form], *, refusable: bool = True) -> Measu
             if reading.status == "same" and form.without is not None:
                 unseen.discard(form.without)
         if reading.status == "different" or (not refusable and reading.status != "same"):
-            hook = f": correct `{reading.hook}`" if reading.hook else ""
-            wrong.setdefault(f"{reading.sentence}{hook}", []).append(form.what)
+            said = reading.sentence.rstrip(".")
+            hook = f": correct `{reading.hook}`" if reading.hook and f"correct `{reading.hook}`" not in said else ""
+            wrong.setdefault(f"{said}{hook}", []).append(form.what)
         elif reading.status != "same":
             refused[reading.status].append(form.what)
     if unseen and not wrong:

@@ -76,6 +76,8 @@ def test_vectors_of_different_lengths_are_prompts(model: Any) -> None:
         ("The quick", [[1] * 9], "given for text"),
         ([PROMPT, PROMPT], [1] * 19, r"shape \(1, 19\), but input_ids has \(2, 19\)"),
         (np.array([PROMPT]), [[1] * 19, [1]], "an array of the shape of input_ids"),
+        (np.array([PROMPT]), [[1] * 18 + [7]], "1 at real tokens and 0 at padding"),
+        (np.array([PROMPT]), "x", "an array of the shape of input_ids"),
         ([PROMPT, PROMPT[:4]], [[1] * 19, [1] * 19], "differ in length"),
     ],
 )

@@ -159,9 +159,12 @@ def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
 
 def _mask(value: Any) -> np.ndarray:
     try:
-        return np.atleast_2d(np.asarray(value)).astype(np.bool_)
-    except (TypeError, ValueError) as error:
+        mask = np.atleast_2d(np.asarray(value))
+    except (TypeError, ValueError):  # rows of different lengths
+        mask = np.empty(0, object)
+    if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():
         raise RequestError(
             f"attention_mask is {type(value).__name__} {str(value)[:60]!r}, but an array of the shape of input_ids, 1 "
             "at real tokens and 0 at padding, is needed: pass that."
-        ) from error
+        )
+    return mask.astype(np.bool_)
