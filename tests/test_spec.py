@@ -150,7 +150,7 @@ def test_an_activation_that_is_no_spec_is_refused(activation: Any) -> None:
         ({"num_hidden_layers": 20_000}, None, "20,000 layers, but at most 2,000 layers are described"),
         ({"num_hidden_layers": 10**9}, None, "1,000,000,000 layers, but at most 2,000"),
         ({"num_hidden_layers": 10**9}, 10**5, "1,000,000,000 layers, but at most 2,000"),
-        ({"num_hidden_layers": 22}, 21, "22 layers, but the checkpoint has 21 tensors, and each layer has at least"),
+        ({"num_hidden_layers": 1_345}, 21, "1,345 layers, but the checkpoint has 21 tensors, which so many layers"),
         ({"model_type": "gpt2", "n_layer": 10**9}, None, "1,000,000,000 layers, but at most 2,000"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, None, "1,000,000,000 layers, but at"),
     ],

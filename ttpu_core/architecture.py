@@ -37,6 +37,9 @@ MOST_LAYERS = 2_000
 """More than any model has (DeepNet, arXiv 2203.00555, has 1,000). Each layer is described on its own: `ttpu info` of
 10,000 of them takes 57 s of a core."""
 
+LAYERS_OF_A_TENSOR = 64
+"""More than share a weight in any model: ALBERT's 12 to 24 layers have one set of weights."""
+
 
 def describe(
     hook: Any, config: ModelConfig, *, family: str, patch_packs: tuple[str, ...] = (), tensors: int | None = None
@@ -108,11 +111,12 @@ def refuse_undescribed(architecture: Any, use: str) -> None:
 
 def _refuse_depth(config: ModelConfig, layers: object, tensors: int | None) -> None:
     """Refuse more layers than a checkpoint has tensors, or than any model has."""
-    if not isinstance(layers, int) or layers <= min(MOST_LAYERS, MOST_LAYERS if tensors is None else tensors):
+    most = MOST_LAYERS if tensors is None else min(MOST_LAYERS, tensors * LAYERS_OF_A_TENSOR)
+    if not isinstance(layers, int) or layers <= most:
         return
     found = f"at most {MOST_LAYERS:,} layers are described"
-    if tensors is not None and tensors < MOST_LAYERS:
-        found = f"the checkpoint has {tensors:,} tensors, and each layer has at least one"
+    if most < MOST_LAYERS:
+        found = f"the checkpoint has {tensors:,} tensors, which so many layers cannot share"
     raise ConfigError(
         f"{config.source} asks for {layers:,} layers, but {found}: correct `num_hidden_layers`, or take the "
         "config.json that the checkpoint was published with."

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from ttpu_core.checkpoint.checkpoint import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
-DTYPE_ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+DTYPE_ALIASES = {
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"), "bf16": "bfloat16", "fp16": "float16", "half": "float16",
+}  # fmt: skip
 _FLOATING = re.compile(r"float|double|float(16|32|64)|bfloat16|fp(64|8)|float[468]_e[0-9][a-z0-9_]*")
 
 

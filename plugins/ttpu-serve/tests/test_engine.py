@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ttpu import LLM, AutoModelForTPU, SamplingParams
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import RequestError, TTPUError
 from ttpu_jax.runner.compilation import RecompileError
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.execution.engine_core import EngineCore
@@ -225,6 +225,64 @@ def test_threads_call_one_engine_in_turn(engines: dict[str, EngineCore], alone: 
     for thread in threads:
         thread.join(120)
     assert told == {number: [tokens] * 3 for number, tokens in enumerate(alone)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", ["the same", "another"])
+def test_an_inbox_that_is_dropped_within_a_step_waits_for_nobody(
+    engines: dict[str, EngineCore], alone: list[list[int]], thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A garbage collector closes streams wherever it runs, also in a thread that the step waits for."""
+    engine = engines["one device"]
+    dropped, kept = engine.inbox(["dropped"]), engine.inbox(["kept"])
+    engine.add("dropped", *REQUESTS[3])
+    engine.add("kept", *REQUESTS[4])
+    dispatch = engine._dispatch
+
+    def dropping(scheduled: Any) -> None:
+        if thread == "the same":
+            dropped.close()
+        else:
+            other = threading.Thread(target=dropped.close)
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+        dispatch(scheduled)
+
+    monkeypatch.setattr(engine, "_dispatch", dropping)
+    tokens: list[int] = []
+    with kept:
+        while len(tokens) < NEW:
+            tokens += [token for delta in kept.take() for token in delta.token_ids]
+    assert tokens == alone[4]
+    while engine.has_work:
+        assert not engine.step()
+    assert not engine.inboxes and not any(engine.stats().pages_in_use.values())
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_ends_the_calls_whose_requests_it_had(
+    llms: dict[str, LLM], alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llms["one device"]
+    engine = llm.engine
+    dispatch = engine._steps_for.dispatch
+
+    def failing(scheduled: Any, *rest: Any, **options: Any) -> Any:
+        if any(request.params.seed == 666 for request in scheduled.requests):
+            raise ValueError("that seed")
+        return dispatch(scheduled, *rest, **options)
+
+    monkeypatch.setattr(engine._steps_for, "dispatch", failing)
+    bad = SamplingParams(temperature=0.9, seed=666, max_tokens=4)
+    with pytest.raises(ValueError, match="that seed"):  # as it was raised, where nobody else is served
+        llm.generate([[1, 2, 3]], bad)
+    engine.add("of another thread", [4, 5, 6], REQUESTS[0][1])
+    with engine.inbox(["of another thread"]), pytest.raises(TTPUError, match=r"\(ValueError\): try again"):
+        llm.generate([[1, 2, 3]], bad)
+    while engine.has_work:
+        engine.step()
+    assert llm.generate([REQUESTS[4][0]], REQUESTS[4][1])[0].outputs[0].token_ids == alone[4]
 
 
 def test_a_program_that_is_missing_while_serving_is_an_error_in_strict_mode(model: Any) -> None:

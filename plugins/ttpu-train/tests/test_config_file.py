@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ttpu_core.errors import RequestError
+from ttpu_train import config_file
 from ttpu_train.config_file import read_training_file
 
 YAML = "model: llama\ntrain_dataset: [a.jsonl, 'b*.txt']\nlearning_rate: 1e-4\nload_options: {dtype: float32}\n"
@@ -92,6 +94,8 @@ def test_a_key_that_stands_twice_in_a_json_file_is_refused_and_yamls_merges_are_
     file = tmp_path / "run.yaml"
     file.write_text("model: m\ntrain_dataset: &one {a: x, b: y}\neval_dataset: {<<: *one, b: z}\n")
     assert read_training_file(file).trainer["eval_dataset"] == {"a": "x", "b": "z"}
+    given = "train_dataset: &one {a: x, b: y}\nmodel: {inner: &two {<<: *one, b: z}}\neval_dataset: {<<: *two}\n"
+    assert yaml.load(given, config_file._Loader) == yaml.safe_load(given)  # which builds the last line first
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

@@ -162,16 +162,31 @@ class _TwinKey(ValueError):
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, which refuses a key that stands twice where that takes the last value in silence."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in lines:
-                    both = f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
-                    raise _TwinKey(key.value, f" ({both})")
-                lines[name] = line
-        return super().construct_mapping(node, deep)
+    def construct_document(self, node: Any) -> Any:
+        # Before anything is built, which writes merged keys into the nodes that they are merged into.
+        left, seen = [node], {id(node)}
+        while left:
+            node_of_tree = left.pop()
+            if isinstance(node_of_tree, yaml.MappingNode):
+                _refuse_twins(node_of_tree)
+                parts = [each for pair in node_of_tree.value for each in pair]
+            else:
+                parts = node_of_tree.value if isinstance(node_of_tree, yaml.SequenceNode) else []
+            new = [part for part in parts if id(part) not in seen]
+            seen.update(map(id, new))
+            left += new
+        return super().construct_document(node)
+
+
+def _refuse_twins(node: yaml.MappingNode) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                both = f"lines {lines[name]} and {line}" if lines[name] != line else f"line {line}"
+                raise _TwinKey(key.value, f" ({both})")
+            lines[name] = line
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

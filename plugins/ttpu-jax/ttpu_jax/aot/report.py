@@ -208,7 +208,7 @@ def compile_report(
             "raise them."
         )
     left_out = left_out_by([task], without)[task]
-    stream = "whole" if task == "train" else stream_form(residual_stream)
+    stream = stream_form(residual_stream)
     config = None if quantization is None else QuantizationConfig.read(quantization)
     spec = quantize_architecture(architecture, config).spec
     check_supported(spec)
@@ -232,7 +232,7 @@ def compile_report(
         use_pallas=pallas,
         dtype=kind,
         experts=experts,
-        stream=stream,
+        stream="whole" if task == "train" else stream,
         without=left_out,
     )
     stacked, tokens = layers == "scan", 1 if task == "decode" else context

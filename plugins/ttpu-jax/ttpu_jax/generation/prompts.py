@@ -160,6 +160,7 @@ def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
 def _mask(value: Any) -> np.ndarray:
     try:
         mask = np.atleast_2d(np.asarray(value))
+        mask = mask.astype(np.float32) if mask.dtype.kind == "V" else mask  # bfloat16, as JAX has it
     except (TypeError, ValueError):  # rows of different lengths
         mask = np.empty(0, object)
     if mask.dtype.kind not in "biuf" or not np.isin(mask, (0, 1)).all():

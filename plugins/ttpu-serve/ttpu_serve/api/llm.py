@@ -370,7 +370,9 @@ class LLM:
         for one in requests:
             if one is not None and not isinstance(one, LoRARequest):
                 raise RequestError(f"lora_request holds {one!r}, but a LoRARequest is needed: pass one.")
-            if one is not None and one.lora_name not in self.engine.adapters:
+            with self.engine.turn:  # one thread loads it
+                if one is None or one.lora_name in self.engine.adapters:
+                    continue
                 if not one.lora_path:
                     raise RequestError(
                         f"the adapter {one.lora_name!r} was asked for, but it is not loaded, and its lora_path is "
@@ -389,7 +391,8 @@ class LLM:
         collectors: dict[str, Collector] = {}
         with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
             for name, (prompt, params, options) in zip(names, requests, strict=True):
-                ids = self.engine.token_ids(prompt)
+                with self.engine.turn:  # a step of another thread may use the tokenizer
+                    ids = self.engine.token_ids(prompt)
                 self.engine.add(name, ids, params, **options)
                 sequences = 1 if options.get("pooling") else params.n
                 collectors[name] = Collector(name, prompt if isinstance(prompt, str) else None, ids, sequences)

@@ -42,12 +42,22 @@ T = TypeVar("T")
 
 
 def _in_turn(method: Callable[Concatenate[EngineCore, P], T]) -> Callable[Concatenate[EngineCore, P], T]:
-    """A method of the engine that waits until no other thread is within one of these."""
+    """A method of the engine that waits until no other thread is within one of these. Before and after it, requests of
+    inboxes that were closed meanwhile are aborted."""
 
     @functools.wraps(method)
     def called(self: EngineCore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.turn:
-            return method(self, *args, **kwargs)
+            if self._is_called:
+                return method(self, *args, **kwargs)
+            self._is_called = True
+            try:
+                self._abort_dropped()
+                result = method(self, *args, **kwargs)
+                self._abort_dropped()
+                return result
+            finally:
+                self._is_called = False
 
     return called
 
@@ -108,6 +118,9 @@ class EngineCore:
         self.embeds = pooling.of_embeddings
         self.asleep = self.closed = False
         self.turn = threading.RLock()
+        self.failures = 0  # steps that raised, one after another, in calls of several threads
+        self._is_called = False
+        self._dropped: deque[Inbox] = deque()
         self.inboxes: dict[str, Inbox] = {}
         self._steps_for = StepBuilder(runner)
         self._in_flight: deque[_Dispatched] = deque()
@@ -204,6 +217,29 @@ class EngineCore:
         """Return a separate queue for the deltas of some requests; `step` no longer returns these."""
         return Inbox(self, request_ids)
 
+    def drop(self, inbox: Inbox) -> None:
+        """Abort the requests of an inbox: at once, or, during a call of this engine, at its end. It waits for nobody,
+        as a garbage collector may call it in any thread and between any two lines of a step."""
+        self._dropped.append(inbox)
+        if self.turn.acquire(blocking=False):
+            try:
+                if not self._is_called:
+                    self._is_called = True
+                    try:
+                        self._abort_dropped()
+                    finally:
+                        self._is_called = False
+            finally:
+                self.turn.release()
+
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            inbox = self._dropped.popleft()
+            for request_id in inbox.request_ids:
+                if self.inboxes.get(request_id) is inbox:
+                    del self.inboxes[request_id]
+                    self.abort(request_id)
+
     def hold(self, delta: OutputDelta) -> None:
         """Keep a delta for the next call of `step`."""
         self._held.append(delta)
@@ -214,7 +250,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         waiting = bool(self._outputs) and not self.asleep
-        return bool(self._held or self._in_flight) or waiting
+        return bool(self._held or self._in_flight or self._dropped) or waiting
 
     @_in_turn
     def step(self) -> list[OutputDelta]:

@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from ttpu_serve.execution.engine_core import EngineCore
 
 
+MOST_FAILURES = 8
+
+
 class Inbox:
     """The queue of deltas of some requests. `EngineCore.inbox` makes it; `close` ends it and aborts unfinished
     requests."""
 
     def __init__(self, engine: EngineCore, request_ids: Iterable[str]) -> None:
-        self._engine, self._ids = engine, tuple(request_ids)
+        self._engine, self.request_ids = engine, tuple(request_ids)
         self._deltas: deque[OutputDelta] = deque()
-        for request_id in self._ids:
+        for request_id in self.request_ids:
             engine.inboxes[request_id] = self
 
     def put(self, delta: OutputDelta) -> None:
@@ -34,6 +37,8 @@ class Inbox:
 
         Raises:
             RequestError: the engine sleeps or is closed, so that no delta can come.
+            Exception: of a step that had only this caller's requests, or that fails again and again. Else the step is
+                tried once more, and then its requests end with deltas that say why.
         """
         engine = self._engine
         with engine.turn:
@@ -41,18 +46,30 @@ class Inbox:
                 if engine.asleep or engine.closed:
                     why = "is closed: open another one" if engine.closed else "is asleep: call wake_up() first"
                     raise RequestError(f"outputs were waited for, but the engine {why}.")
-                for delta in engine.step():
-                    engine.hold(delta)  # of callers without an inbox
+                self._step()
             taken = list(self._deltas)
             self._deltas.clear()
         return taken
 
+    def _step(self) -> None:
+        engine = self._engine
+        try:
+            for delta in engine.step():
+                engine.hold(delta)  # of callers without an inbox
+        except Exception as error:
+            engine.failures += 1
+            alone = all(inbox is self for inbox in engine.inboxes.values())
+            if alone or engine.failures > MOST_FAILURES:
+                engine.failures = 0
+                raise
+            if engine.failures > 1:  # not by chance: the step's requests end, and each caller is told of its own
+                engine.end_failed(error)
+        else:
+            engine.failures = 0
+
     def close(self) -> None:
         """Close the queue and abort unfinished requests."""
-        with self._engine.turn:
-            for request_id in self._ids:
-                if self._engine.inboxes.pop(request_id, None) is not None:
-                    self._engine.abort(request_id)
+        self._engine.drop(self)
 
     def __enter__(self) -> Inbox:
         return self

@@ -21,6 +21,7 @@ from ttpu_train.data.settings import DataSettings
 TEXT, LINES, ARRAY, PARQUET = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson"), (".json",), (".parquet",)
 SUFFIXES = (*TEXT, *LINES, *ARRAY, *PARQUET)
 Example = Mapping[str, Any]
+READ = ("messages", "tools", "prompt", "completion", "chosen", "rejected")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON writes half of a character beyond the first 65,536; `json.loads` joins two halves and leaves one alone."""
 
@@ -249,14 +250,15 @@ def _json(text: str, place: str) -> Any:
 
 
 def _object(value: Any, place: str, *, check: bool) -> Example:
-    """An example; `check` where a text of it may hold half a character."""
+    """An example; `check` where a text of it may hold half a character. (Plain text is checked where it is read.)"""
     if not isinstance(value, dict):
         raise DataError(
             f"{place} was given as training data, but it holds a JSON {type(value).__name__}: each example must be an "
             'object such as {"text": "..."}; correct it.'
         )
     if check:
-        check_characters(json.dumps(value, ensure_ascii=False), place)
+        read = {field: value[field] for field in READ if field in value}
+        check_characters(json.dumps(read, ensure_ascii=False), place)
     return value
 
 

@@ -86,7 +86,7 @@ def stream_form(name: str) -> StreamForm:
         RequestError: an unknown name.
     """
     forms: dict[str, StreamForm] = {form: form for form in get_args(StreamForm)}
-    if name not in forms:
+    if not isinstance(name, str) or name not in forms:
         raise RequestError(
             f"residual_stream={name!r} was asked for, but it is one of {', '.join(forms)}: write one of them."
         )
