@@ -461,7 +461,7 @@ def test_what_cannot_check_guesses_is_refused(pair: SimpleNamespace, tmp_path: P
         ({"num_beams": 2, "output_hidden_states": True}, "output_hidden_states was asked for with num_beams=2"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"num_beams": 2, "logprobs": 1}, "logprobs=1 was asked for with num_beams=2"),
-        ({"num_beams": 2, "streamer": print}, "a streamer was given with num_beams=2"),
+        ({"num_beams": 2, "streamer": SimpleNamespace(put=print, end=print)}, "a streamer was given with num_beams=2"),
         ({"logits_processor": [3]}, "a callable, or a list of them"),
         ({"guidance_scale": 2.0}, "guidance_scale=2.0"),
     ],

@@ -24,7 +24,7 @@ from ttpu_serve.scheduling.request import AskedPooling
 
 
 class LLM:
-    """A model and the engine that serves it.
+    """A model and the engine that serves it. Several threads may call it: their requests share the engine's steps.
 
     Args:
         model: a checkpoint's directory or Hub id, or a model from `AutoModelForTPU.from_pretrained`.
