@@ -13,6 +13,8 @@ from ttpu_core.sharding.shares import TILE_ROWS
 from ttpu_core.spec.arithmetic import BITS
 
 Optimizer = Literal["adamw", "adamw_8bit", "adafactor", "lion", "muon", "sgd"]
+WITH_MOMENTUM: tuple[Optimizer, ...] = ("sgd", "muon")
+"""Optimizers that have a momentum."""
 Recomputation = Literal["full", "attention", "gate", "dots", "mlp", "none"]
 Remat = Literal["auto", "full", "attention", "gate", "dots", "mlp", "none"]
 

@@ -18,7 +18,7 @@ from ttpu_core.sharding.padding import pad_architecture
 from ttpu_core.sharding.parallelism import strategy_with
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, usual_strategy
-from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, UpdateSettings
+from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, WITH_MOMENTUM, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
@@ -33,9 +33,6 @@ Mesh = dict[str, int]
 
 ROWS, CONTEXT = 32, 2048
 """What is served where nothing else is asked for; training takes one row a device."""
-
-MOMENTUM = ("sgd", "muon")
-"""Optimizers that have a momentum."""
 
 SHORTEST_PART = 512
 """Tokens of a row that a device must keep for the sequence to be sharded: with fewer, exchanging keys costs more than
@@ -90,10 +87,10 @@ class Request:
         (first, *_) = self.workloads(1, {})
         step = StepSize(1, 1, 1) if self.purpose == "inference" else None
         replace(first, step=step, kv_cache=self.kv_cache)
-        if self.update is not None and self.update.momentum > 0 and self.update.optim not in MOMENTUM:
+        if self.update is not None and self.update.momentum > 0 and self.update.optim not in WITH_MOMENTUM:
             raise RequestError(
                 f"momentum={self.update.momentum:g} was given with optim={self.update.optim}, but it has no effect "
-                f"without optim: {' or '.join(MOMENTUM)}: take one of these, or leave momentum out."
+                f"without optim: {' or '.join(WITH_MOMENTUM)}: take one of these, or leave momentum out."
             )
 
     def rows(self, num_devices: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from ttpu_core.errors import RequestError
 from ttpu_core.loading import refuse_unknown
-from ttpu_core.sharding.training_state import Optimizer, Remat, UpdateSettings
+from ttpu_core.sharding.training_state import WITH_MOMENTUM, Optimizer, Remat, UpdateSettings
 from ttpu_train.adapters import AdapterSettings, adapter_settings
 from ttpu_train.argument_kinds import among, check_fields, need
 from ttpu_train.runner import (
@@ -361,7 +361,7 @@ class TrainingArguments:
         switched off, as by eval_strategy=no."""
         rolls_back = self.loss_spike_action == "rollback"
         for name, is_given, other, is_there in (
-            ("momentum", self.momentum > 0, "optim: sgd or muon", self.optim in ("sgd", "muon")),
+            ("momentum", self.momentum > 0, f"optim: {' or '.join(WITH_MOMENTUM)}", self.optim in WITH_MOMENTUM),
             ("loss_spike_action: rollback", rolls_back, "loss_spike_factor, as in 3", self.loss_spike_factor > 0),
             ("loss_spike_action: rollback", rolls_back, "save_strategy: steps or epoch", self.save_strategy != "no"),
         ):

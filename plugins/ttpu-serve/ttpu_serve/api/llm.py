@@ -156,15 +156,7 @@ class LLM:
         """Generate the next message of one or several conversations, rendered with the tokenizer's chat template.
 
         Args:
-            messages: one conversation of {"role", "content"} messages, or a sequence of conversations.
-            sampling_params: parameters for all conversations, or one per conversation.
-            add_generation_prompt: end the prompt with the beginning of an assistant message.
-            chat_template: a Jinja template instead of the tokenizer's.
-            tools: JSON descriptions of functions, passed to the template.
-            options: passed on to `generate`.
-
-        Args:
-            messages: one conversation, or several.
+            messages: one conversation of {"role", "content"} messages, or several.
             sampling_params, adapter, priority, use_tqdm: as for `generate`.
             add_generation_prompt: a reply begins behind the messages.
             chat_template: a Jinja template in place of the tokenizer's.
@@ -175,16 +167,17 @@ class LLM:
             RequestError: there is no chat template, or it refuses the messages.
         """
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            chat_tokens(
-                self.get_tokenizer(),
-                chat,
-                add_generation_prompt=add_generation_prompt,
-                template=chat_template,
-                tools=tools,
-            )
-            for chat in chats
-        ]
+        with self.engine.turn:  # a step of another thread may use the tokenizer
+            prompts = [
+                chat_tokens(
+                    self.get_tokenizer(),
+                    chat,
+                    add_generation_prompt=add_generation_prompt,
+                    template=chat_template,
+                    tools=tools,
+                )
+                for chat in chats
+            ]
         return self.generate(prompts, sampling_params, adapter=adapter, priority=priority, use_tqdm=use_tqdm)
 
     def embed(
@@ -391,8 +384,7 @@ class LLM:
         collectors: dict[str, Collector] = {}
         with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
             for name, (prompt, params, options) in zip(names, requests, strict=True):
-                with self.engine.turn:  # a step of another thread may use the tokenizer
-                    ids = self.engine.token_ids(prompt)
+                ids = self.engine.token_ids(prompt)
                 self.engine.add(name, ids, params, **options)
                 sequences = 1 if options.get("pooling") else params.n
                 collectors[name] = Collector(name, prompt if isinstance(prompt, str) else None, ids, sequences)

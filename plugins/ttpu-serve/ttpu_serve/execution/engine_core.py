@@ -199,6 +199,7 @@ class EngineCore:
         for child in self._children.pop(request_id, ()):
             self._forget(child, self.scheduler.abort(child))
 
+    @_in_turn
     def token_ids(self, prompt: PromptInput) -> list[int]:
         """Return a prompt's token ids; see `InputProcessor.token_ids`."""
         return list(self.input_processor.read(prompt).token_ids)
