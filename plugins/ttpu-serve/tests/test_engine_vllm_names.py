@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from ttpu import LLM, AutoModelForTPU, BeamSearchParams, EngineArgs, LoRARequest, SamplingParams
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -88,6 +88,82 @@ def test_prompts_may_be_ids_by_name(llm: LLM) -> None:
     for given in ({}, {"prompts": "a", "prompt_token_ids": [1]}):
         with pytest.raises(RequestError, match="not both"):
             llm.generate(**given)  # type: ignore[arg-type]
+
+
+def test_outputs_have_the_text_of_their_prompts(llm: LLM) -> None:
+    """vLLM's prompts as mappings, and conversations."""
+    tokens = llm.get_tokenizer()("ab")["input_ids"]
+    for prompt, text in (("ab", "ab"), ({"prompt": "ab"}, "ab"), ({"prompt_token_ids": tokens}, None)):
+        output = llm.generate(prompt, GREEDY)[0]  # type: ignore[arg-type]
+        assert (output.prompt, output.prompt_token_ids) == (text, tokens)
+    template = (
+        "{% for message in messages %}{{ mood }}{{ message.role[0] }}{{ message.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
+    for more, text in (
+        ({}, "ux;ayz;a"),
+        ({"add_generation_prompt": False}, "ux;ayz;"),
+        ({"continue_final_message": True}, "ux;ayz"),
+        ({"chat_template_kwargs": {"mood": "!"}, "lora_request": None}, "!ux;!ayz;a"),
+    ):
+        answer = llm.chat(chat, GREEDY, chat_template=template, **more)[0]  # type: ignore[arg-type]
+        assert answer.prompt == text
+        assert answer.prompt_token_ids == llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_sampling_is_the_checkpoints_where_none_is_given(llm: LLM, checkpoint: Path) -> None:
+    file = checkpoint / "generation_config.json"
+    before = file.read_text() if file.exists() else "{}"
+    try:
+        for said, params in (
+            ('{"do_sample": true, "temperature": 0.5, "top_k": 1, "top_p": null}', {"temperature": 0.5, "top_k": 1}),
+            ('{"do_sample": false, "temperature": 0.5}', {}),
+        ):
+            file.write_text(said)
+            assert llm.get_default_sampling_params() == SamplingParams(**params)  # type: ignore[arg-type]
+            if params:  # the likeliest token alone
+                expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0))
+                assert [each.outputs for each in llm.generate(PROMPTS)] == [each.outputs for each in expected]
+    finally:
+        file.write_text(before)
+
+
+def test_pooled_outputs_are_where_vllm_has_them(llm: LLM) -> None:
+    embedded, scored = llm.embed("ab")[0], llm.score("ab", "ab", pooling="mean")[0]
+    assert embedded.outputs.embedding is embedded.embedding and embedded.outputs.data is embedded.embedding
+    assert scored.outputs.score == scored.score
+
+
+def test_an_engine_sleeps_at_vllms_first_level(llm: LLM) -> None:
+    for refused in (lambda: llm.sleep(level=2), lambda: llm.wake_up(tags=["weights"])):
+        with pytest.raises(RequestError, match="leave it out"):
+            refused()
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert llm.generate(PROMPTS, GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"enforce_eager": True}, "programs are always compiled"),
+        ({"seed": 0}, "pass seed in SamplingParams"),
+        ({"block_size": 16, "page_size": 16}, "two names of one setting"),
+    ],
+)
+def test_options_of_vllm_without_effect_are_refused_with_the_reason(
+    checkpoint: Path, option: Any, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        LLM(str(checkpoint), **option)
+
+
+def test_a_loaded_model_has_a_tokenizer_of_its_own(llm: LLM, checkpoint: Path) -> None:
+    with pytest.raises(RequestError, match="a loaded model was given with tokenizer"):
+        LLM(llm.engine.model, tokenizer=str(checkpoint))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        LLM(str(checkpoint), tokenizer="nowhere")
 
 
 def test_code_of_checkpoints_is_refused_with_the_reason(checkpoint: Path) -> None:

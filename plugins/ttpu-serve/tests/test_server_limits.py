@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -27,7 +28,7 @@ from ttpu_serve.api.output_queue import EngineDeadError
 from ttpu_serve.cli.serve import serve
 from ttpu_serve.server import ServerSettings, create_app
 from ttpu_serve.server.events import EventStream
-from ttpu_serve.server.run import OPEN_FILES, Place, _allow_many_files, run
+from ttpu_serve.server.run import OPEN_FILES, Place, _allow_many_files, config_of, run
 
 openai = pytest.importorskip("openai")
 
@@ -48,7 +49,8 @@ def test_a_key_is_needed_where_one_is_set(bytes_tokenizer: Any) -> None:
         http = server.http()
         assert http.post("/v1/chat/completions", json=HELLO).headers["www-authenticate"] == "Bearer"
         for header in ("one", "Basic one", "Bearer"):
-            assert http.get("/v1/models", headers={"authorization": header}).status_code == 401
+            refused = http.get("/v1/models", headers={"authorization": header})
+            assert refused.status_code == 401 and "one in another form" in refused.json()["error"]["message"]
         for path in ("/tokenize", "/v1/embeddings", "/v1/nothing"):
             assert http.post(path, json={}).status_code == 401, path
         for path in ("/health", "/metrics", "/", "/stats", "/openapi.json"):
@@ -235,7 +237,8 @@ def test_administration_only_where_it_is_enabled(bytes_tokenizer: Any, tmp_path:
         assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
         assert http.post("/v1/chat/completions", json=HELLO | {"model": "poet"}).status_code == 200
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 200
-        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 404
+        gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
+        assert gone.status_code == 404 and "none is loaded" in gone.json()["error"]["message"]
 
 
 def test_other_sites_may_call_only_where_they_are_named(bytes_tokenizer: Any) -> None:
@@ -552,6 +555,14 @@ def test_as_many_files_may_be_open_as_the_system_allows(
     monkeypatch.setattr("resource.setrlimit", lambda _, limits: found.append(limits))
     _allow_many_files()
     assert found == ([] if wanted is None else [(wanted, hard)])
+
+
+@pytest.mark.parametrize("level", ["error", "warning", "info"])
+def test_requests_are_logged_where_that_is_asked_for(level: str) -> None:
+    for asked in (True, False):
+        config_of(None, ServerSettings(), Place(), log_level=level, access_log=asked)
+        log = logging.getLogger("uvicorn.access")
+        assert (log.isEnabledFor(logging.INFO) and log.hasHandlers()) == asked
 
 
 def test_a_server_at_a_unix_domain_socket(bytes_tokenizer: Any, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_tools_are_chosen(client: Any, choice: Any, calls: int) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "textt": 1}]}]}, 400, "textt"),
         ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, 400, "no name"),
         ({"tool_choice": {"type": "any"}}, 400, "no tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "thinking_token_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "'thinking.budget_tokens' is 1024"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"system": [{"type": "text"}]}, 400, "system"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),

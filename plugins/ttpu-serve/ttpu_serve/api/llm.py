@@ -11,10 +11,11 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from ttpu_core.errors import RequestError, UnsupportedError
-from ttpu_core.generation.chat_template import chat_tokens
+from ttpu_core.generation.chat_template import chat_text
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from ttpu_serve.api.collector import Collector
+from ttpu_serve.api.default_sampling import default_sampling
 from ttpu_serve.api.lora_request import LoRARequest
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
 from ttpu_serve.execution.engine_core import EngineCore
@@ -29,6 +30,7 @@ class LLM:
     Args:
         model: a checkpoint's directory or Hub id, or a model from `AutoModelForTPU.from_pretrained`.
         dtype, parallelism_strategy, plan, …: options of `from_pretrained`.
+        tokenizer: directory or Hub id of another checkpoint, whose tokenizer is used.
         backend: name of the backend that loads a checkpoint; None is the default one.
         tensor_parallel_size: equals parallelism_strategy="tensor=N".
         enable_expert_parallel: equals sharding_rules={"expert": "tensor"}: of several devices each has some whole
@@ -41,7 +43,7 @@ class LLM:
     Raises:
         TTPUError: the checkpoint or its plugin is invalid, or memory does not suffice.
         RequestError: a setting is invalid, or both tensor_parallel_size and parallelism_strategy are given, or
-            enable_expert_parallel and sharding_rules or a plan.
+            enable_expert_parallel and sharding_rules or a plan, or a tokenizer with a model that is loaded.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class LLM:
         model: Any,
         *,
         dtype: Any = "auto",
+        tokenizer: str | Path | None = None,
         tensor_parallel_size: int | None = None,
         enable_expert_parallel: bool = False,
         backend: str | None = None,
@@ -65,6 +68,9 @@ class LLM:
                 f"model is {model!r}, but a checkpoint's directory, a Hub id, or a model that AutoModelForTPU loaded "
                 "is needed: pass one of them."
             )
+        loaded = not isinstance(model, str | Path)
+        if loaded and tokenizer is not None:
+            raise RequestError("a loaded model was given with tokenizer, but it has its own: leave tokenizer out.")
         if tensor_parallel_size is not None:
             whole = isinstance(tensor_parallel_size, int) and not isinstance(tensor_parallel_size, bool)
             if not whole or tensor_parallel_size < 1:
@@ -86,11 +92,19 @@ class LLM:
                         "pass one of them."
                     )
             meshes = (options.get(name) for name in ("parallelism_strategy", "sharding_strategy", "mesh"))
-            loaded = not isinstance(model, str | Path)  # which refuses rules, as all that says how it is loaded
-            if loaded or any(mesh is not None for mesh in meshes):  # one device has all experts
+            # A loaded model refuses rules, as all that says how it is loaded. One device has all experts.
+            if loaded or any(mesh is not None for mesh in meshes):
                 options["sharding_rules"] = {"expert": "tensor"}
         load, config = read_options(model, {"dtype": dtype, **options}, backend)
-        self.engine: EngineCore = open_engine(model, load, config, backend=backend, progress=progress)
+        self.engine: EngineCore = open_engine(
+            model,
+            load,
+            config,
+            backend=backend,
+            progress=progress,
+            tokenizer=None if tokenizer is None else str(tokenizer),
+        )
+        self._source = None if loaded else (str(model), options.get("revision"))
         self._numbers = itertools.count()
 
     def generate(
@@ -108,7 +122,7 @@ class LLM:
 
         Args:
             prompts: one prompt or several: texts, lists of token ids, or mappings with `prompt` or `prompt_token_ids`.
-            sampling_params: parameters for all prompts, or one per prompt.
+            sampling_params: parameters for all prompts, or one per prompt; None is `get_default_sampling_params()`.
             prompt_token_ids: token ids of one prompt or several, instead of `prompts`.
             adapter: name of a LoRA adapter for all prompts, or one per prompt.
             lora_request: the same as vLLM names it; an adapter that is not loaded yet is loaded.
@@ -123,7 +137,9 @@ class LLM:
         asked = _prompts(prompt_token_ids if prompts is None else prompts)  # type: ignore[arg-type]
         if lora_request is not None:
             adapter = self._adapters_of(lora_request, adapter)
-        params = _each("sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(asked))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _each("sampling_params", sampling_params, len(asked))
         for own in params:
             if not isinstance(own, SamplingParams):
                 raise RequestError(
@@ -147,9 +163,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -157,9 +176,11 @@ class LLM:
 
         Args:
             messages: one conversation of {"role", "content"} messages, or several.
-            sampling_params, adapter, priority, use_tqdm: as for `generate`.
+            sampling_params, adapter, lora_request, priority, use_tqdm: as for `generate`.
             add_generation_prompt: a reply begins behind the messages.
+            continue_final_message: the reply continues the last message instead.
             chat_template: a Jinja template in place of the tokenizer's.
+            chat_template_kwargs: further variables of the template, such as enable_thinking.
             tools: functions that the model may call, as OpenAI's API describes them.
 
         Raises:
@@ -167,18 +188,24 @@ class LLM:
             RequestError: there is no chat template, or it refuses the messages.
         """
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[PromptInput] = []
         with self.engine.turn:  # a step of another thread may use the tokenizer
-            prompts = [
-                chat_tokens(
-                    self.get_tokenizer(),
+            tokenizer = self.get_tokenizer()
+            for chat in chats:
+                text = chat_text(
+                    tokenizer,
                     chat,
-                    add_generation_prompt=add_generation_prompt,
                     template=chat_template,
                     tools=tools,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message,
+                    continue_final_message=continue_final_message,
+                    variables=chat_template_kwargs,
                 )
-                for chat in chats
-            ]
-        return self.generate(prompts, sampling_params, adapter=adapter, priority=priority, use_tqdm=use_tqdm)
+                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(
+            prompts, sampling_params, adapter=adapter, lora_request=lora_request, priority=priority, use_tqdm=use_tqdm
+        )
 
     def embed(
         self,
@@ -308,6 +335,11 @@ class LLM:
         """The checkpoint's transformers tokenizer, or None."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling that the checkpoint's generation_config.json asks for, as `ttpu serve` has it; of a model that
+        was loaded before, `SamplingParams()`."""
+        return SamplingParams(**({} if self._source is None else default_sampling(*self._source)))
+
     def load_adapter(self, name: str, directory: str) -> None:
         """Load a LoRA adapter in PEFT's format for `generate(..., adapter=name)`. It replaces an adapter of the same
         name.
@@ -327,12 +359,26 @@ class LLM:
         """Drop all cached prefixes."""
         self.engine.reset_prefix_cache()
 
-    def sleep(self) -> None:
-        """Free the devices' memory: move the weights to the host and drop the KV cache."""
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory: move the weights to the host and drop the KV cache, which is level 1 of vLLM.
+
+        Raises:
+            RequestError: another level is asked for.
+        """
+        if level != 1:
+            raise RequestError(
+                f"level is {level!r}, but weights go to the host, which is level 1 of vLLM: leave it out."
+            )
         self.engine.sleep()
 
-    def wake_up(self) -> None:
-        """Undo `sleep`."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`.
+
+        Raises:
+            RequestError: `tags` are given.
+        """
+        if tags is not None:
+            raise RequestError(f"tags is {tags!r}, but weights and KV cache come back together: leave it out.")
         self.engine.wake_up()
 
     def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
@@ -387,7 +433,7 @@ class LLM:
                 ids = self.engine.token_ids(prompt)
                 self.engine.add(name, ids, params, **options)
                 sequences = 1 if options.get("pooling") else params.n
-                collectors[name] = Collector(name, prompt if isinstance(prompt, str) else None, ids, sequences)
+                collectors[name] = Collector(name, _text_of(prompt), ids, sequences)
             left = len(collectors)
             while left:
                 for delta in inbox.take():
@@ -409,6 +455,11 @@ def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):  # type: ignore[index]
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _text_of(prompt: PromptInput) -> str | None:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:

@@ -20,14 +20,17 @@ ALIASES = {
     "speculative_config": "speculative",
     "gpu_memory_utilization": "memory_utilization",
     "max_loras": "max_adapters",
-    "swap_space": None,
-    "enforce_eager": None,
+    "block_size": "page_size",
 }
-"""Names that vLLM's callers know: what they are here, None for what has no meaning on these devices."""
+"""Names that vLLM's callers know, and what they are here."""
 REFUSED = {
     "trust_remote_code": "code from checkpoints is never run here: install a plugin of the model type, or see ttpu-any",
+    "enforce_eager": "programs are always compiled: leave it out",
+    "swap_space": "preempted requests are computed again: leave it out",
+    "seed": "each request without a seed draws its own: leave it out, and pass seed in SamplingParams",
+    "disable_log_stats": "no statistics are logged: leave it out",
 }
-"""Options of vLLM that are refused with a reason, unless they are false."""
+"""Options of vLLM that are refused with a reason, unless they are None or False."""
 
 
 def open_engine(
@@ -112,7 +115,7 @@ def read_options(model: Any, given: Mapping[str, Any], backend: str | None = Non
         UnsupportedError: the backend's models cannot be served.
     """
     for name, reason in REFUSED.items():
-        if given.get(name):
+        if (value := given.get(name)) is not None and value is not False:
             raise RequestError(f"{name} was given, but {reason}.")
     given = {name: value for name, value in given.items() if name not in REFUSED}
     kind = serving_backend(backend).options if isinstance(model, str | Path) else LoadOptions
@@ -123,11 +126,6 @@ def read_options(model: Any, given: Mapping[str, Any], backend: str | None = Non
     for name, value in given.items():
         if name in ALIASES:
             own = ALIASES[name]
-            if own is None:
-                raise RequestError(
-                    f"{name} was given, but this engine computes preempted requests again and always compiles: leave "
-                    "it out."
-                )
             if own in given:
                 raise RequestError(f"{name} and {own} were both given, two names of one setting: pass one of them.")
             engine[own] = value

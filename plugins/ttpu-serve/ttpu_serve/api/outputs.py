@@ -26,7 +26,6 @@ class RequestMetrics:
     """Times in seconds of `time.monotonic`; None for events that have not happened yet."""
 
     arrival_time: float
-    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -78,6 +77,16 @@ class EmbeddingOutput:
     embedding: np.ndarray
     finished: bool = True
 
+    @property
+    def data(self) -> np.ndarray:
+        """The embedding, float32 [hidden], under the name that vLLM's `encode` has for it."""
+        return self.embedding
+
+    @property
+    def outputs(self) -> EmbeddingOutput:
+        """Itself: vLLM's callers read `output.outputs.embedding`."""
+        return self
+
 
 @dataclass(frozen=True)
 class ScoreOutput:
@@ -85,6 +94,11 @@ class ScoreOutput:
 
     request_id: str
     score: float
+
+    @property
+    def outputs(self) -> ScoreOutput:
+        """Itself: vLLM's callers read `output.outputs.score`."""
+        return self
 
 
 @dataclass(frozen=True)

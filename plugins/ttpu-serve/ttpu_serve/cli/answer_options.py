@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ttpu_serve.execution.engine_core import EngineCore
 
 ANSWERS = "Answers"
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class GenerationConfigChoice(StrEnum):
@@ -110,6 +109,7 @@ class AnswerOptions:
         Raises:
             RequestError: an option is invalid.
         """
+        from ttpu_serve.api.default_sampling import default_sampling
         from ttpu_serve.server.template import read_template
 
         samples = self.generation_config is GenerationConfigChoice.auto
@@ -119,7 +119,7 @@ class AnswerOptions:
             "chat_template_kwargs": _variables(self.default_chat_template_kwargs),
             "tool_call_parser": self.tool_call_parser,
             "reasoning_parser": self.reasoning_parser,
-            "default_sampling": _sampling_of(checkpoint, revision) if samples else {},
+            "default_sampling": default_sampling(checkpoint, revision) if samples else {},
             "strict_fields": self.strict_fields,
         }
 
@@ -196,13 +196,3 @@ def _variables(text: str | None) -> dict[str, Any]:
             'needed, as in {"enable_thinking": false}: correct it.'
         )
     return found
-
-
-def _sampling_of(name: str, revision: str | None) -> dict[str, Any]:
-    """Return the sampling defaults of the checkpoint's generation config, if it samples at all."""
-    from ttpu_core.checkpoint import open_checkpoint
-
-    config = open_checkpoint(name, revision=revision).generation_config
-    if config.get("do_sample") is False:
-        return {}
-    return {key: config[key] for key in SAMPLED if config.get(key) is not None}

@@ -50,7 +50,9 @@ def read_content(value: Any) -> str | None:
         raise ValueError(f"it has {len(value):,} parts, but at most {MAX_PARTS:,} are allowed")
     texts = []
     for part in value:
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping):
+            raise ValueError('its parts must be objects, such as {"type": "text", "text": "..."}')
+        kind = part.get("type")
         if kind not in ("text", "refusal"):
             raise ValueError(f"it has a part of type {kind!r}, but this model reads text alone")
         if not isinstance(part.get(kind), str):
@@ -217,7 +219,7 @@ class ChatRequest(Generation, Conversation):
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(
                 "the field 'top_logprobs' was given without logprobs=true: set that, or leave it out.",
                 param="top_logprobs",

@@ -270,9 +270,9 @@ def admin(service: Service) -> APIRouter:
     async def unload_lora_adapter(body: UnloadAdapter) -> Response:
         """Unload an adapter."""
         if body.lora_name not in service.adapters:
+            loaded = f"only {', '.join(service.adapters)} can be" if service.adapters else "none is loaded"
             raise ApiError(
-                f"the adapter {body.lora_name!r} was to be unloaded, but there are "
-                f"{', '.join(service.adapters) or 'none'}: name one of those.",
+                f"the adapter {body.lora_name!r} was to be unloaded, but {loaded}: see /v1/models.",
                 status=404,
                 param="lora_name",
                 code="model_not_found",

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -112,6 +113,29 @@ def as_api_error(error: Exception) -> ApiError:
     LOG.error("a request failed", exc_info=error)
     message = f"the server failed ({type(error).__name__}): its log says more."
     return ApiError(message, status=500, kind="server_error", headers=_NOT_AGAIN[500])
+
+
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Name fields as another API does in errors about a chat that was made of its request.
+
+    Args:
+        names: field of a chat → what the other API calls it.
+
+    Raises:
+        ApiError: a refusal that is about one of these fields.
+    """
+    try:
+        yield
+    except (TTPUError, ValidationError) as error:
+        told = as_api_error(error)
+        given = told.body["error"]
+        param, message = str(given["param"]), str(given["message"])
+        ours = re.split(r"\W", param, maxsplit=1)[0]
+        if ours not in names:
+            raise
+        given["param"], given["message"] = (text.replace(ours, names[ours], 1) for text in (param, message))
+        raise told from error
 
 
 def respond(error: Exception, path: str = "") -> JSONResponse:

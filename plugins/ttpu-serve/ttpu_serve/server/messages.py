@@ -13,13 +13,20 @@ from fastapi import APIRouter, Request, Response
 from ttpu_serve.server.blocks import Block, Blocks, Step
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat import Chat
-from ttpu_serve.server.errors import ApiError, JSONResponse, anthropic_body
+from ttpu_serve.server.errors import ApiError, JSONResponse, anthropic_body, fields_named
 from ttpu_serve.server.events import NamedEvents, until_gone
 from ttpu_serve.server.messages_protocol import CountRequest, MessagesRequest
 from ttpu_serve.server.respond import respond
 from ttpu_serve.server.responses import said
 from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.server.turn import Turn
+
+_FIELDS = {
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "thinking.type",
+    "stop": "stop_sequences",
+}
+"""Fields of the chat that is made of a request, and what they are in the request."""
 
 
 class MessageEvents(NamedEvents):
@@ -58,12 +65,14 @@ class Message:
 
     def __init__(self, service: Service, request: MessagesRequest) -> None:
         self._service, self._request = service, request
-        self._chat = Chat(service, request.chat())
+        with fields_named(_FIELDS):
+            self._chat = Chat(service, request.chat())
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def submit(self) -> OutputStreams:
         """Check the request and submit it to the engine."""
-        return await self._chat.submit()
+        with fields_named(_FIELDS):
+            return await self._chat.submit()
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""

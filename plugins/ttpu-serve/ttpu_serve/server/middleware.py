@@ -176,11 +176,12 @@ class RequestMiddleware:
         if not self._keys or scope["method"] == "OPTIONS":
             return
         given = given_key(headers).encode()
+        found = "another one" if given else "one in another form" if headers.get("authorization") else "none"
         # Every key is compared, in constant time, so that time tells nothing.
         if not sum([hmac.compare_digest(given, known) for known in self._keys]):
             raise ApiError(
-                "this server asks for an API key, but the request has "
-                f"{'another one' if given else 'none'}: send the header 'Authorization: Bearer KEY'.",
+                f"this server asks for an API key, but the request has {found}: send the header 'Authorization: Bearer "
+                "KEY'.",
                 status=401,
                 kind="authentication_error",
                 code="invalid_api_key",

@@ -15,7 +15,7 @@ from ttpu_serve.server.blocks import Block, Blocks, Step
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat import Chat
 from ttpu_serve.server.client_key import owner_of
-from ttpu_serve.server.errors import ApiError, JSONResponse
+from ttpu_serve.server.errors import ApiError, JSONResponse, fields_named
 from ttpu_serve.server.events import NamedEvents
 from ttpu_serve.server.openai_responses_protocol import ResponsesRequest
 from ttpu_serve.server.respond import respond
@@ -24,6 +24,8 @@ from ttpu_serve.server.responses import said
 from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.server.turn import Turn
 
+_FIELDS = {"messages": "input", "reasoning_effort": "reasoning.effort", "max_completion_tokens": "max_output_tokens"}
+"""Fields of the chat that is made of a request, and what they are in the request."""
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -70,7 +72,8 @@ class OneResponse:
         before = request.previous_response_id
         items = "[]" if before is None else store.get(before, owner, "previous_response_id").items
         self._before: list[dict[str, Any]] = json.loads(items)
-        self._chat = Chat(service, request.chat(self._before))
+        with fields_named(_FIELDS):
+            self._chat = Chat(service, request.chat(self._before))
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._ids: dict[int, str] = {}
@@ -80,7 +83,8 @@ class OneResponse:
 
     async def submit(self) -> OutputStreams:
         """Check the request and submit it to the engine."""
-        return await self._chat.submit()
+        with fields_named(_FIELDS):
+            return await self._chat.submit()
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ttpu_core.generation.ranges import short
 from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
@@ -20,6 +21,7 @@ _ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "reasoning": ("summary", "content", "encrypted_content", "id", "status"),
 }
 """Kinds of input items that are read, with their fields."""
+_ROLES = ("system", "developer", "user", "assistant")
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text"}
 """Kinds of parts that are read → the field of their text."""
 _PART_FIELDS = ("type", "text", "refusal", "annotations", "logprobs")
@@ -188,8 +190,8 @@ def as_messages(items: Sequence[Json]) -> list[Json]:
             reply = None if reply is not None and (reply["content"] or reply.get("tool_calls")) else reply
             of_reply()["reasoning"] = of_reply().get("reasoning", "") + _text(item.get("content") or [], place)
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            function = {"name": _word(item, "name", place), "arguments": _word(item, "arguments", place)}
+            call = {"id": _word(item, "call_id", place), "type": "function", "function": function}
             of_reply().setdefault("tool_calls", []).append(call)
         elif kind == "message" and item.get("role") == "assistant":
             reply = None if reply is not None and (reply["content"] or reply.get("tool_calls")) else reply
@@ -198,10 +200,23 @@ def as_messages(items: Sequence[Json]) -> list[Json]:
             reply = None
             if kind == "function_call_output":
                 output = _text(item.get("output"), place)
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+                messages.append({"role": "tool", "tool_call_id": _word(item, "call_id", place), "content": output})
             else:
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"), place)})
+                if (role := item.get("role")) not in _ROLES:
+                    raise ApiError(
+                        f"{place}.role is {str(role)[:40]!r}, but messages are from {', '.join(_ROLES)}: name one of "
+                        "them.",
+                        param=f"{place}.role",
+                    )
+                messages.append({"role": role, "content": _text(item.get("content"), place)})
     return messages
+
+
+def _word(item: Json, name: str, place: str) -> str:
+    """Return a text that an item must have."""
+    if not isinstance(value := item.get(name), str):
+        raise ApiError(f"{place}.{name} is {short(value)}, but a text is needed: pass it.", param=f"{place}.{name}")
+    return value
 
 
 def _kind(item: Json, place: str) -> str:

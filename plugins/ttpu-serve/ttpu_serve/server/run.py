@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -167,10 +168,20 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def config_of(app: Any, settings: ServerSettings, place: Place, **options: Any) -> uvicorn.Config:
-    """How uvicorn runs the server; `options` are more of its own."""
+def config_of(
+    app: Any, settings: ServerSettings, place: Place, *, log_level: str, access_log: bool = False
+) -> uvicorn.Config:
+    """Return how uvicorn runs the server.
+
+    Args:
+        app: the application.
+        settings: the server's settings.
+        place: the address.
+        log_level: of the server's own lines.
+        access_log: log every request, at any level.
+    """
     log_no_faults_of_clients()
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=ConnectionGuard(settings.max_connections, settings.max_incomplete).protocol(),
         timeout_graceful_shutdown=LAST_WORDS_SECONDS,
@@ -179,8 +190,12 @@ def config_of(app: Any, settings: ServerSettings, place: Place, **options: Any) 
         ssl_keyfile=place.private_key,
         server_header=False,
         ws="none",  # an upgrade is answered as any request
-        **options,
+        log_level=log_level,
+        access_log=access_log,
     )
+    if access_log:  # whose lines have the level INFO, whatever the server's own level is
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    return config
 
 
 def _allow_many_files() -> None:
@@ -218,7 +233,7 @@ def run(
         bound: the socket of `place.bind`.
         ready: called with the URL when the server accepts requests.
         log_level: uvicorn's log level.
-        access_log: log every request.
+        access_log: log every request, at any level.
 
     Raises:
         EngineDeadError: the engine failed, so that a supervisor should start another process.
