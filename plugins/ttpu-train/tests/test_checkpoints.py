@@ -277,6 +277,26 @@ def test_an_export_that_is_refused_leaves_no_folder(
     assert not (tmp_path / "new").exists() and (tmp_path / "there").is_dir()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),  # of safetensors
+    ],
+)
+def test_an_export_to_a_full_disk_is_told_in_one_sentence(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    save(store(runner, tmp_path / "run"), runner, 1)
+    monkeypatch.setattr(NumpyBackend, "export_checkpoint", fail)
+    with pytest.raises(CheckpointError, match=r"written to .*out, .* \(No space left on device\): make room"):
+        export_run(tmp_path / "run", tmp_path / "out", NumpyBackend())
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_export_of_a_damaged_checkpoint_or_of_a_missing_step_is_refused(
     runner: NumpyTrainRunner, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from data_cases import tokenizer
 from numpy_train_runner import BigramModel, NumpyBackend, NumpyTrainRunner
 from transformers import EarlyStoppingCallback
 from transformers import TrainerCallback as TransformersCallback
@@ -348,6 +350,20 @@ def test_several_processes_measure_all_rows() -> None:
     assert wanted.label_ids.shape == (6, LENGTH)
     np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
     np.testing.assert_array_equal(found.predictions, wanted.predictions)
+
+
+def test_a_tokenizer_that_was_given_is_saved_with_the_model(backend: NumpyBackend, tmp_path: Path) -> None:
+    given = copy.deepcopy(tokenizer())
+    given.chat_template = "{{ messages[0].content }}"
+    one = trainer(tmp_path / "run", max_steps=2, processing_class=given)
+    one.train()
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "added_tokens.json").write_text("of another tokenizer")
+    for folder in (one.save_model(tmp_path / "saved", "float32"), tmp_path / "run" / "checkpoints" / "2" / "model"):
+        assert (folder / "chat_template.jinja").read_text() == given.chat_template
+        assert (folder / "tokenizer.json").is_file() and not (folder / "added_tokens.json").exists()
+    given.chat_template = {"default": "a", "tool_use": "b"}  # which transformers keeps in a folder of files
+    assert all(file.is_file() for file in one.save_model(tmp_path / "saved", "float32").iterdir())
 
 
 def test_tensorboard_gets_the_log(backend: NumpyBackend, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class TrainingArguments:
             parallelism_strategy: its mesh counts, and its stage of ZeRO where zero_stage is None.
         offload_optimizer: hold the optimizer's state in the host's memory; an update brings it to the devices layer by
             layer.
-        trainable: patterns of the paths of trained parameters, as in "layers.*.attn.*"; None trains all.
+        trainable: patterns of the paths of trained parameters, as in "layers.*.attention.*"; None trains all.
         peft_config: train low-rank adapters in place of the weights: the fields of peft's LoraConfig as a mapping, such
             as {"r": 16, "target_modules": "all-linear"}, or a LoraConfig.
         adapter_name_or_path: the folder of an adapter in peft's format to begin with; its config counts where

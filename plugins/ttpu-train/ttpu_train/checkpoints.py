@@ -18,6 +18,7 @@ from typing import Any
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_train.foreign import kind_of
 from ttpu_train.runner import CheckpointPolicy, TrainRunner
+from ttpu_train.tokenizer_files import replace_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ REPLACED = ".replaced-"
 """Before the number of a checkpoint that another takes the place of."""
 DAMAGED, OTHER = "damaged", "other"
 """The endings of folders that a damaged checkpoint, or another run's in the way, is renamed to."""
+
+FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+"""What systems say of a full disk, deep in the words of libraries."""
 
 
 def steps_in(folder: Path) -> tuple[int, ...]:
@@ -96,10 +100,14 @@ class Checkpoints:
         runner: whose state is saved and restored.
         folder: of the checkpoints; config and tokenizer are written beside it at the first save.
         policy: which checkpoints stay.
+        tokenizer: that the run was given; None keeps the one that the model came with.
     """
 
-    def __init__(self, runner: TrainRunner, folder: Path, policy: CheckpointPolicy) -> None:
+    def __init__(
+        self, runner: TrainRunner, folder: Path, policy: CheckpointPolicy, tokenizer: Any = None
+    ) -> None:
         self._runner, self._folder, self._policy = runner, folder.resolve(), policy
+        self._tokenizer = tokenizer
         self._files = runner.checkpoint_files()
         self._writes = runner.layout.process_index == 0
         self._is_ready = False
@@ -278,6 +286,8 @@ class Checkpoints:
         unfinished.mkdir()
         try:
             self._files.write_model(unfinished)
+            if self._tokenizer is not None:
+                replace_tokenizer(unfinished, self._tokenizer)
             model.mkdir(exist_ok=True)
             written = sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json")
             for old in model.iterdir():
@@ -410,7 +420,7 @@ def check_backend(header: Mapping[str, Any], ours: str, place: Path, remedy: str
 def first_line(error: Exception) -> str:
     """An error's kind and the first line of its words."""
     words = str(error).strip()
-    for known in ("No space left on device", "Disk quota exceeded", "File too large"):  # deep in the words of libraries
+    for known in FULL:
         if known in words:
             return known
     return f"{type(error).__name__}: {words.splitlines()[0][:200] if words else ''}"

@@ -28,7 +28,7 @@ DEFAULTS: Mapping[str, Any] = {
 """DeepSpeed's own, where the configuration says nothing."""
 REFUSED = {
     "optimizer": "the optimizer is part of the compiled update: write it in the configuration",
-    "model_parameters": "weights are held by the backend: choose them by trainable=['layers.*.attn.*']",
+    "model_parameters": "weights are held by the backend: choose them by trainable=['layers.*.attention.*']",
     "lr_scheduler": "the schedule is part of the compiled update: write it in the configuration",
     "mpu": "the mesh is chosen by parallelism_strategy",
     "collate_fn": "rows are made by max_length and packing: leave it out, or pass micro-batches of your own loader to "

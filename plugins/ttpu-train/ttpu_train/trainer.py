@@ -23,6 +23,7 @@ from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.deepspeed import merged
 from ttpu_train.distillation import DistillMethod
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
+from ttpu_train.export import writing
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import GRPOMethod
 from ttpu_train.grpo.reward_models import RewardModel
@@ -52,6 +53,7 @@ from ttpu_train.run_data import RunData
 from ttpu_train.runner import RowLayout, StepSettings, TrainRunner
 from ttpu_train.task_evaluation import TaskEvaluation
 from ttpu_train.throughput import Meter
+from ttpu_train.tokenizer_files import replace_tokenizer
 
 
 @dataclass(frozen=True)
@@ -362,13 +364,21 @@ class Trainer:
 
     def save_model(self, output_dir: str | Path | None = None, dtype: str = "bfloat16") -> Path:
         """Write the weights as a Hugging Face checkpoint with its tokenizer, or the adapters that are trained in peft's
-        format; return its folder.
+        format; return its folder. A tokenizer that the trainer was given is written with both.
 
         Args:
             output_dir: the folder; None is the trainer's output_dir.
             dtype: of the written weights.
+
+        Raises:
+            CheckpointError: the folder cannot be written to, as on a full disk.
         """
-        return self.runner.save_pretrained(Path(output_dir or self.args.folder), dtype)
+        folder = Path(output_dir or self.args.folder)
+        with writing(folder):
+            self.runner.save_pretrained(folder, dtype)
+            if self._tokenizer is not None and self.layout.process_index == 0:
+                replace_tokenizer(folder, self._tokenizer)
+        return folder
 
     def _evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         data = self.eval_dataset if dataset is None else dataset
@@ -477,5 +487,6 @@ class Trainer:
 
     def _made_store(self, runner: TrainRunner) -> Checkpoints:
         if self._store is None:
-            self._store = Checkpoints(runner, self.args.folder / CHECKPOINTS, self.args.checkpoint_policy())
+            folder, policy = self.args.folder / CHECKPOINTS, self.args.checkpoint_policy()
+            self._store = Checkpoints(runner, folder, policy, self._tokenizer)
         return self._store
