@@ -84,6 +84,19 @@ def test_conversations_that_cannot_be_trained_on_are_refused() -> None:
         weighted("{{ raise_exception('only users') }}")
 
 
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({"tools": "[find]"}, r"'tools', but its text is not JSON \(Expecting value at column 2\)"),
+        ({"chat_template_kwargs": "abc"}, "'chat_template_kwargs', but it holds str 'abc'"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, r"holds \\ud800, one half of a character"),
+    ],
+)
+def test_what_goes_with_messages_is_checked(example: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=f"example 0 .*{words}"):
+        documents([{"messages": TALK, **example}])
+
+
 def test_tools_reach_the_template() -> None:
     template = "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}{{ extra }}"
     [found] = documents(

@@ -76,6 +76,15 @@ def test_sequences_without_weight_are_left_out() -> None:
         assert [tokens for tokens, _ in rows_of(late, max_length=8, shuffle=False)] == [[100, 101, 102, 103]]
 
 
+def test_parts_without_weight_are_left_out() -> None:
+    file = token_file(20, 4, divisible=False)
+    weights = np.ones(24, np.uint8)
+    weights[:13] = 0  # a prompt of almost two parts, the second of which ends with the completion's beginning
+    asked = TokenFile(file.tokens, weights, file.offsets, np.array([13, 1]), file.divisible, "asked")
+    found = rows_of(asked, max_length=8, overlong="split", shuffle=False)
+    assert [(tokens[0], sum(weights)) for tokens, weights in found] == [(107, 2.0), (114, 5.0), (120, 3.0)]
+
+
 def test_a_mixture_has_its_shares_all_along_and_reads_long_sources_to_their_end() -> None:
     long, short = token_file(*[4] * 40), token_file(*[4] * 10, first=1000)
     seen = Counter[int]()

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,9 @@ def test_malformed_data_is_refused_by_file_and_line(tmp_path: Path, name: str, c
         (["/nowhere", {"text": "x"}], "'/nowhere' .*no such file"),
         (["abc"], "'abc' .*no such file"),
         ([{"text": "\ud800"}], r"the dataset, example 0 .*holds \\ud800, one half of a character"),
+        ([{"prompt": "\ud800", "completion": "x"}], r"the dataset, example 0 .*holds \\ud800, one half of a character"),
+        ([{"input_ids": [1, [2]]}], "example 0 .*not a flat list of whole numbers"),
+        (SimpleNamespace(iloc=None), r"the dataset .*of pandas.*frame.to_dict\('records'\)"),
         ([{"text": "x"}, "y"], "the dataset, example 1 .*is a str: each example must be a mapping"),
     ],
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from ttpu_core.errors import DataError
 from ttpu_train.data.settings import DataSettings
+from ttpu_train.data.sources import check_characters
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -34,7 +35,7 @@ class ChatEncoder:
             DataError: messages that are malformed or that the template refuses, or whose assistant cannot be found.
         """
         messages = _messages(example["messages"], "messages", place)
-        render = self._options(example)
+        render = self._options(example, place)
         if self._settings.assistant_only_loss:
             return self._assistant(messages, render, place)
         tokens = self._tokens(messages, render, place)
@@ -48,7 +49,7 @@ class ChatEncoder:
         """
         prompt = _messages(example["prompt"], "prompt", place)
         whole = prompt + _messages(example["completion"], "completion", place)
-        render = self._options(example)
+        render = self._options(example, place)
         if self._settings.assistant_only_loss:
             tokens, weights = self._assistant(whole, render, place)
         else:
@@ -65,17 +66,29 @@ class ChatEncoder:
             DataError: as for a conversation.
         """
         messages = _messages(example["prompt"], "prompt", place)
-        return self._tokens(messages, self._options(example), place, add_generation_prompt=True)
+        return self._tokens(messages, self._options(example, place), place, add_generation_prompt=True)
 
-    def _options(self, example: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the template: tools, and what the example adds."""
-        tools = example.get("tools")
-        extra = example.get("chat_template_kwargs")
-        return {
-            "tools": json.loads(tools) if isinstance(tools, str) else tools,
-            "chat_template": self._settings.chat_template,
-            **(extra or {}),
-        }
+    def _options(self, example: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Arguments of the template: tools, and what the example adds.
+
+        Raises:
+            DataError: tools that are a text but no JSON, or other arguments that are no mapping.
+        """
+        tools, extra = example.get("tools"), example.get("chat_template_kwargs") or {}
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{place} was given with the field 'tools', but its text is not JSON ({error.msg} at column "
+                    f"{error.colno}): write a list of tools, or its JSON."
+                ) from error
+        if not isinstance(extra, Mapping):
+            raise DataError(
+                f"{place} was given with the field 'chat_template_kwargs', but it holds {type(extra).__name__} "
+                f"{str(extra)[:40]!r}: write a mapping of arguments of the chat template."
+            )
+        return {"tools": tools, "chat_template": self._settings.chat_template, **extra}
 
     def _assistant(self, messages: list[Any], render: dict[str, Any], place: str) -> Encoded:
         template = render["chat_template"] or self._tokenizer.get_chat_template(tools=render["tools"])
@@ -106,15 +119,15 @@ class ChatEncoder:
             if through is None or before is None:
                 raise DataError(
                     f"{place} was given for assistant_only_loss, but the chat template writes message {number} in "
-                    "another way if others follow it, so that the assistant's tokens cannot be told: pass a "
-                    "chat_template with {% generation %} markers, or assistant_only_loss=False."
+                    "another way if others follow it, so that the assistant's tokens cannot be told: give the "
+                    "tokenizer a chat_template with {% generation %} markers, or pass assistant_only_loss=False."
                 )
             start = max(len(before), common_prefix(asked, text))
             spans.append((start, self._end(text, start, len(through))))
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
                 "assistant_only_loss was asked for, but this tokenizer does not tell which characters a token stands "
-                "for: pass a fast tokenizer, or a chat_template with {% generation %} markers."
+                "for: pass a fast tokenizer, or give it a chat_template with {% generation %} markers."
             )
         given = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         offsets = np.asarray(given["offset_mapping"], np.int64).reshape(-1, 2)
@@ -147,9 +160,10 @@ class ChatEncoder:
         try:
             return self._tokenizer.apply_chat_template(messages, **{**render, **options})
         except Exception as error:  # a template raises what it likes, most often jinja2's TemplateError
+            check_characters(json.dumps(messages, ensure_ascii=False, default=str), place)
             raise DataError(
                 f"{place} was given as a conversation, but the tokenizer's chat template refuses it "
-                f"({type(error).__name__}: {error}): correct the messages, or pass another chat_template."
+                f"({type(error).__name__}: {error}): correct the messages, or give the tokenizer another chat_template."
             ) from error
 
 

@@ -150,7 +150,8 @@ def sequences_of(files: tuple[TokenFile, ...], settings: DataSettings) -> Sequen
     """Documents as sequences of at most `max_length` tokens.
 
     Parts of a split document overlap by one token. The first token of a sequence has no weight, so each token of the
-    document but its first is predicted exactly once. Documents without a token of weight in reach are left out.
+    document but its first is predicted exactly once. Documents without a token of weight in reach are left out, and so
+    are such parts of split ones.
 
     Raises:
         DataError: a document is too long and `overlong` is "refuse", or no sequence is left.
@@ -173,6 +174,12 @@ def sequences_of(files: tuple[TokenFile, ...], settings: DataSettings) -> Sequen
         document = np.repeat(np.arange(len(sizes)), parts)
         number = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
         offset = number * (width - 1)
+        taught = np.ones(len(document), bool)
+        for part in np.flatnonzero((split & ~file.divisible)[document]).tolist():  # as of a prompt
+            begin = file.offsets[document[part]] + offset[part]
+            end = min(begin + width, file.offsets[document[part] + 1])
+            taught[part] = file.weights[begin + 1 : end].any()
+        document, offset = document[taught], offset[taught]
         starts.append(file.offsets[document] + offset)
         lengths.append(np.minimum(sizes[document] - offset, width))
         counts.append(len(document))

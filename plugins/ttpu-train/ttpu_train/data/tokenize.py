@@ -136,6 +136,7 @@ class Tokenization:
                 f"{place} was given with the field 'completion', but it is empty: write what the model shall say, or "
                 "leave the example out."
             )
+        check_characters(prompt + completion, place)
         # The completion is all that comes after the tokens of the prompt alone. A token that both share at the boundary
         # is the completion's.
         given = self._tokenizer([prompt, prompt + completion], return_attention_mask=False, verbose=False)["input_ids"]
@@ -215,7 +216,10 @@ def _ids_document(example: Example, place: str) -> Document:
 
 
 def _integers(example: Example, field: str, place: str) -> np.ndarray:
-    found = np.asarray(example[field])
+    try:
+        found = np.asarray(example[field])
+    except ValueError:  # lists of several lengths
+        found = np.zeros((0, 0))
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iub"):
         raise DataError(
             f"{place} was given with the field {field!r}, but it is not a flat list of whole numbers: write one number "
