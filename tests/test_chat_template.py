@@ -22,6 +22,8 @@ def tokenizer(template: Any = "{{ messages }}", **wrong: Any) -> Any:
     def apply_chat_template(messages: list[Any], **given: Any) -> Any:
         if wrong:
             raise ValueError(wrong["reason"])
+        if given.get("conversation"):
+            return messages
         return given if given["tokenize"] is False else {"input_ids": [len(messages), given["add_generation_prompt"]]}
 
     return SimpleNamespace(chat_template=template, apply_chat_template=apply_chat_template)
@@ -35,6 +37,16 @@ def test_a_conversation_becomes_text_or_token_ids() -> None:
     }  # fmt: skip
     assert chat_tokens(tokenizer(), CHAT) == [1, 1]
     assert chat_tokens(tokenizer(None), CHAT * 2, template="{{ messages }}", add_generation_prompt=False) == [2, 0]
+
+
+def test_parts_of_a_content_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    for content, text in ((parts, "a b"), ([], ""), ("c", "c"), (None, None)):
+        told: Any = chat_text(tokenizer(), [{"role": "user", "content": content}], variables={"conversation": True})
+        assert told == [{"role": "user", "content": text}]
+    for part in ({"type": "image", "text": "x"}, {"type": "text"}, "x"):
+        with pytest.raises(RequestError, match="this model reads text alone"):
+            chat_text(tokenizer(), [{"role": "user", "content": [*parts, part]}])
 
 
 def test_several_templates_are_shown_by_name() -> None:

@@ -45,7 +45,7 @@ def chat_text(
 
     Args:
         tokenizer: the checkpoint's transformers tokenizer.
-        messages: turns of {"role", "content"}.
+        messages: turns of {"role", "content"}; a content in parts of text becomes one text.
         template: a Jinja template in place of the tokenizer's.
         tools: functions that the model may call, as OpenAI's API describes them.
         add_generation_prompt: open a reply behind the messages.
@@ -108,9 +108,10 @@ def _applied(
                 f"the prompt is a chat with the message {short(message)}, but each is a mapping with a role, such as "
                 '{"role": "user", "content": "..."}: correct it.'
             )
+    texts = [_with_one_text(message) for message in messages]
     try:
         return tokenizer.apply_chat_template(
-            list(messages),
+            texts,
             tools=list(tools) if tools else None,
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
@@ -122,3 +123,17 @@ def _applied(
             f"the chat template refuses these messages ({type(error).__name__}: {reason}): change their roles, "
             "order or content."
         ) from error
+
+
+def _with_one_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its content as one text, for most templates would write a list as Python does."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise RequestError(
+            f"the prompt is a chat with the message {short(message)}, but this model reads text alone, and parts of a "
+            'content are such as {"type": "text", "text": "..."}: leave others out.'
+        )
+    return {**message, "content": "".join(map(str, texts))}

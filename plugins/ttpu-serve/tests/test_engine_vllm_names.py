@@ -100,7 +100,7 @@ def test_outputs_have_the_text_of_their_prompts(llm: LLM) -> None:
         "{% for message in messages %}{{ mood }}{{ message.role[0] }}{{ message.content }};{% endfor %}"
         "{% if add_generation_prompt %}a{% endif %}"
     )
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
+    chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "content": "yz"}]
     for more, text in (
         ({}, "ux;ayz;a"),
         ({"add_generation_prompt": False}, "ux;ayz;"),
@@ -110,6 +110,17 @@ def test_outputs_have_the_text_of_their_prompts(llm: LLM) -> None:
         answer = llm.chat(chat, GREEDY, chat_template=template, **more)[0]  # type: ignore[arg-type]
         assert answer.prompt == text
         assert answer.prompt_token_ids == llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_templates_get_arguments_of_tool_calls_as_values(llm: LLM) -> None:
+    """Or as text where they add them to one."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "x"}]
+    for written in ("{{ arguments | tojson }}", "{{ '' + arguments }}"):
+        template = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + written
+        assert llm.chat(chat, GREEDY, chat_template=template)[0].prompt == '{"a": 1}'
+    with pytest.raises(RequestError, match="no cats"):
+        llm.chat(chat, GREEDY, chat_template="{{ raise_exception('no cats') }}")
 
 
 def test_sampling_is_the_checkpoints_where_none_is_given(llm: LLM, checkpoint: Path) -> None:

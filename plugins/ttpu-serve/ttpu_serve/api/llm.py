@@ -4,7 +4,9 @@ changing an import."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -191,16 +193,20 @@ class LLM:
         prompts: list[PromptInput] = []
         with self.engine.turn:  # a step of another thread may use the tokenizer
             tokenizer = self.get_tokenizer()
+            text_of = partial(
+                chat_text,
+                tokenizer,
+                template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
             for chat in chats:
-                text = chat_text(
-                    tokenizer,
-                    chat,
-                    template=chat_template,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message,
-                    continue_final_message=continue_final_message,
-                    variables=chat_template_kwargs,
-                )
+                try:
+                    text = text_of([_with_values(message) for message in chat])
+                except RequestError:  # of a template that adds arguments to a text, or of one that refuses both
+                    text = text_of(chat)
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(
@@ -460,6 +466,20 @@ def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
 def _text_of(prompt: PromptInput) -> str | None:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def _with_values(message: Any) -> Any:
+    """Return a message in which arguments of tool calls are values, as templates expect them: in OpenAI's form they are
+    JSON text, which templates would write as a string."""
+    try:
+        calls = message["tool_calls"] or ()
+        read = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    except (TypeError, KeyError, ValueError):  # there are none, or they have another form
+        return message
+    return {**message, "tool_calls": read}
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
