@@ -64,6 +64,7 @@ class FakeLimits:
     """How many sequences run at once, as the server is told; the fake core runs any number."""
 
     max_num_seqs: int = 8
+    max_waiting: int | None = None
 
 
 @dataclass(frozen=True)

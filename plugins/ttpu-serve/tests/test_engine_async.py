@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_core import FakeCore
+from fake_core import FakeCore, FakeLimits, FakeScheduler
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ from ttpu_serve.api.output_queue import (
     merged,
 )
 from ttpu_serve.api.outputs import Logprob, OutputDelta
+from ttpu_serve.execution.errors import QueueFullError
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
@@ -273,6 +274,21 @@ def test_draining_waits_for_work_that_submits_one_request_after_another(bytes_to
             assert not await engine.drain(0.05)
             with pytest.raises(EngineClosingError):
                 await engine.submit_all(["say: too late"], SamplingParams(), goes_on=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_never_fits_into_the_queue_is_no_full_queue(bytes_tokenizer: Any) -> None:
+    """After which clients, and lines of batches, would ask again and again."""
+
+    async def scenario() -> None:
+        core = FakeCore(bytes_tokenizer, scheduler=FakeScheduler(FakeLimits(max_num_seqs=2, max_waiting=3)))
+        async with started(core) as engine:
+            assert len(await engine.submit_all(["say: a"], replace(LONG, n=5))) == 1
+            for prompts, n in ((["say: a"], 6), (["say: a"] * 2, 3)):
+                with pytest.raises(RequestError, match="6 sequences, but at most 2 run") as refusal:
+                    await engine.submit_all(prompts, replace(LONG, n=n))
+                assert not isinstance(refusal.value, QueueFullError)
 
     asyncio.run(scenario())
 

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from ttpu_core.errors import RequestError
 from ttpu_core.generation.prompt import Prompt as ReadPrompt
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.guide_queue import GuideQueue
@@ -189,6 +190,19 @@ class AsyncEngine:
         )
         return stream
 
+    def _check_places(self, sequences: int) -> None:
+        """Refuse a request that would find the queue full however often it is sent.
+
+        Raises:
+            RequestError: it has more sequences than run and wait at once.
+        """
+        config = self.core.scheduler.config
+        if config.max_waiting is not None and sequences > config.max_num_seqs + config.max_waiting:
+            raise RequestError(
+                f"the request has {sequences:,} sequences, but at most {config.max_num_seqs:,} run at once "
+                f"(max_num_seqs) and {config.max_waiting:,} wait (max_waiting): ask for fewer, or raise these."
+            )
+
     async def submit_all(
         self,
         prompts: Sequence[Prompt | ReadPrompt],
@@ -225,6 +239,7 @@ class AsyncEngine:
             EngineClosingError: the engine takes no new requests.
         """
         self.check_accepting(goes_on=goes_on)
+        self._check_places(len(prompts) * (1 if pooling else params.n))
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         if params.guided is not None:
