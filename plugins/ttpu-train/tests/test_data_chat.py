@@ -97,6 +97,13 @@ def test_what_goes_with_messages_is_checked(example: dict[str, Any], words: str)
         documents([{"messages": TALK, **example}])
 
 
+@pytest.mark.parametrize("assistant", [False, True])
+def test_a_tokenizer_without_a_template_is_told_of(assistant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer(), "chat_template", None)
+    with pytest.raises(DataError, match=r"example 0 .*the tokenizer has no chat template: set its chat_template"):
+        documents([{"messages": TALK}], assistant_only_loss=assistant)
+
+
 def test_tools_reach_the_template() -> None:
     template = "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}{{ extra }}"
     [found] = documents(

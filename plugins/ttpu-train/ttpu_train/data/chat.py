@@ -91,7 +91,10 @@ class ChatEncoder:
         return {"tools": tools, "chat_template": self._settings.chat_template, **extra}
 
     def _assistant(self, messages: list[Any], render: dict[str, Any], place: str) -> Encoded:
-        template = render["chat_template"] or self._tokenizer.get_chat_template(tools=render["tools"])
+        try:
+            template = render["chat_template"] or self._tokenizer.get_chat_template(tools=render["tools"])
+        except ValueError as error:
+            raise self._refused(messages, render, place, error) from error
         if GENERATION.search(COMMENT.sub("", template)):
             given = self._apply(messages, render, place, **TOKENS, return_assistant_tokens_mask=True)
             tokens, weights = np.asarray(given["input_ids"], np.int32), np.asarray(given["assistant_masks"], np.uint8)
@@ -160,11 +163,20 @@ class ChatEncoder:
         try:
             return self._tokenizer.apply_chat_template(messages, **{**render, **options})
         except Exception as error:  # a template raises what it likes, most often jinja2's TemplateError
-            check_characters(json.dumps(messages, ensure_ascii=False, default=str), place)
-            raise DataError(
-                f"{place} was given as a conversation, but the tokenizer's chat template refuses it "
-                f"({type(error).__name__}: {error}): correct the messages, or give the tokenizer another chat_template."
-            ) from error
+            raise self._refused(messages, render, place, error) from error
+
+    def _refused(self, messages: list[Any], render: dict[str, Any], place: str, error: Exception) -> DataError:
+        """Why messages are not rendered."""
+        check_characters(json.dumps(messages, ensure_ascii=False, default=str), place)
+        if not (render["chat_template"] or getattr(self._tokenizer, "chat_template", None)):
+            return DataError(
+                f"{place} was given as a conversation, but the tokenizer has no chat template: set its chat_template "
+                "and pass it as processing_class, or put a file chat_template.jinja into the checkpoint's folder."
+            )
+        return DataError(
+            f"{place} was given as a conversation, but the tokenizer's chat template refuses it "
+            f"({type(error).__name__}: {error}): correct the messages, or give the tokenizer another chat_template."
+        )
 
 
 def common_prefix(one: Sequence[Any] | np.ndarray, other: Sequence[Any] | np.ndarray) -> int:
