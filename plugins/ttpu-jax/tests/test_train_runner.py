@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import shutil
+import sys
 import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.compiling import compiled_with
 from ttpu_jax.train import runner as train_runner
+from ttpu_jax.train.checkpoints import pass_over_closed_loops
 from ttpu_jax.train.export import Parameters
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_train.adapters import AdapterSettings
@@ -359,6 +363,15 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning_and_written_anew(
     store.close()
 
 
+def test_writes_that_outlive_a_failed_save_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    pass_over_closed_loops.__wrapped__()
+    for words in ("Event loop is closed", "another error"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(words), object=None))
+    assert [str(one.exc_value) for one in shown] == ["another error"]
+
+
 def test_later_steps_of_other_runs_and_backends_do_not_count(checkpoint: Path, run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step, other in ((9, "torch_xla"), (1, "torch_xla"), (8, "jax")):
@@ -474,7 +487,7 @@ def test_settings_that_contradict_the_model_are_refused(checkpoint: Path) -> Non
 
 
 def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = runner(checkpoint, trainable=("final_norm.*",))
     store = Checkpoints(one, tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
@@ -493,6 +506,9 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
         with pytest.raises(CheckpointError, match=r"No space left on device.*earlier checkpoints are whole"):
             store.save(6, {})
             store.wait()
+    logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <Task of orbax>")  # as orbax does
+    logging.getLogger("asyncio").error("another error")
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["another error"]
     assert store.steps() == (2, 4, 5)
     shutil.rmtree(tmp_path / ".model")
     with monkeypatch.context() as patch:

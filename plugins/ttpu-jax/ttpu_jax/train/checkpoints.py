@@ -6,7 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +41,27 @@ def identity_of(
     return found if head is None else {**found, HEAD: head}
 
 
+LOGGERS = ("absl", "asyncio")
+"""The loggers that tell of a failed save."""
+
+
 def _is_shown(record: logging.LogRecord) -> bool:
     """False for the tracebacks of a failed save, whose error is raised too."""
     message = record.getMessage()
-    return "background save thread" not in message and "_SignalingThread.run() raised" not in message
+    left = "exception was never retrieved" in message and ("orbax" in message or "OCDBT" in message)  # other writes
+    return not (left or "background save thread" in message or "_SignalingThread.run() raised" in message)
+
+
+@cache
+def pass_over_closed_loops() -> None:
+    """Show no traceback, from now on, of writes that end after the event loop of a failed save."""
+    before = sys.unraisablehook
+
+    def tell(found: Any) -> None:
+        if found.object is not None or str(found.exc_value) != "Event loop is closed":
+            before(found)
+
+    sys.unraisablehook = tell
 
 
 class OrbaxFiles:
@@ -106,11 +125,14 @@ class OrbaxFiles:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
-            logging.getLogger("absl").removeFilter(_is_shown)
+            for name in LOGGERS:
+                logging.getLogger(name).removeFilter(_is_shown)
 
     def _orbax(self) -> ocp.AsyncCheckpointer:
         if self._opened is None:
-            logging.getLogger("absl").addFilter(_is_shown)
+            for name in LOGGERS:
+                logging.getLogger(name).addFilter(_is_shown)
+            pass_over_closed_loops()
             handlers = {PARAMS: ocp.PyTreeCheckpointHandler(), OPTIMIZER: ocp.PyTreeCheckpointHandler()}
             self._opened = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
         return self._opened
