@@ -273,8 +273,22 @@ def test_a_prompt_that_is_too_long_has_openais_code(http: httpx.Client) -> None:
 
 def test_a_field_that_is_missing_is_named(http: httpx.Client) -> None:
     assert refused(http.post(CHAT, json={"model": "fake"}), 400)["param"] == "messages"
-    assert refused(http.post(COMPLETION, json={"prompt": "a"}), 400)["param"] == "model"
+    assert refused(http.post(COMPLETION, json={"model": "fake"}), 400)["param"] == "prompt"
     assert refused(http.post(COMPLETION), 400)["code"] == "missing_field"
+
+
+def test_the_model_is_the_servers_where_none_is_named(http: httpx.Client) -> None:
+    """As in vLLM."""
+    for more in ({}, {"model": None}):
+        for path, asked in ((COMPLETION, completion()), (CHAT, chat()), ("/v1/embeddings", {"input": "x"})):
+            asked.pop("model", None)
+            answer = http.post(path, json=asked | more)
+            assert answer.status_code == 200 and answer.json()["model"] == "fake", path
+
+
+def test_a_list_that_is_too_short_is_told_plainly(http: httpx.Client) -> None:
+    said = refused(http.post(CHAT, json=chat(messages=[])), 400)["message"]
+    assert said == "messages is []: list should have at least 1 item."
 
 
 @pytest.mark.parametrize("body", ["{", "", "nul", "[1]", '"text"', "3", "[" * 5000, '{"a": ' * 1600, "\xff\xfe"])

@@ -288,9 +288,9 @@ def _app(name: str, settings: Any, options_: Mapping[str, Any], quiet: bool, tok
     app = create_app(AsyncEngine(core), settings, tracer)
     if not quiet:
         if not core.runner.limits.generates:
-            note("this model is a text encoder, so that only /v1/embeddings is served.")
+            note("this model is a text encoder, so that embeddings and scores are served, and no text.")
         elif app.state.service.chat.text is None:
-            note("warning: the checkpoint has no chat template, so that only /v1/completions is served.")
+            note("warning: the checkpoint has no chat template, so that no chats are served, only /v1/completions.")
     return app
 
 

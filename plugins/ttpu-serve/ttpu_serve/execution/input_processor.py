@@ -259,7 +259,10 @@ class InputProcessor:
                     "raise max_logprobs where the engine is built."
                 )
         if params.prompt_logprobs is not None and not limits.prompt_logprobs:
-            raise RequestError("prompt_logprobs was asked for, but this engine was built without: leave it out.")
+            raise RequestError(
+                "prompt_logprobs was asked for, as echo with logprobs does too, but this engine was built without: "
+                "leave it out."
+            )
         if params.has_penalties and not limits.penalties:
             raise RequestError("penalties were asked for, but this engine was built without: leave them out.")
         if level_of(params) > SAMPLING_LEVELS.index(limits.sampling_level):

@@ -170,7 +170,7 @@ class Chat:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._request.model,
+            "model": self._request.model or self._service.names[0],
             "system_fingerprint": None,
         }
 

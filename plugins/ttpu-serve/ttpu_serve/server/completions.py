@@ -158,7 +158,7 @@ class Completion:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._request.model,
+            "model": self._request.model or self._service.names[0],
             "system_fingerprint": None,
         }
 

@@ -106,7 +106,7 @@ async def embeddings_of(service: Service, body: EmbeddingRequest) -> dict[str, A
         value: Any = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
         data.append({"object": "embedding", "index": number, "embedding": value})
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"object": "list", "data": data, "model": body.model, "usage": usage}
+    return {"object": "list", "data": data, "model": body.model or service.names[0], "usage": usage}
 
 
 def tokens(service: Service) -> APIRouter:

@@ -197,7 +197,7 @@ def _of_validation(problems: Sequence[Any]) -> ApiError:
     if first["type"] == "missing":
         subject = f"the field {param!r} is missing" if param else "the body is missing"
         return ApiError(f"{subject}, but this path needs it: pass it.", param=param, code="missing_field")
-    reason = re.sub(r"^(Value error|Assertion failed), ", "", first["msg"])
+    reason = re.sub(r"^(Value error|Assertion failed), | after validation, not \d+$", "", first["msg"])
     subject = f"{param} is {_short(first.get('input'))}" if param else "the body cannot be used"
     return ApiError(f"{subject}: {reason[:1].lower()}{reason[1:]}.", param=param)
 

@@ -221,10 +221,11 @@ def _checked(block: Any, place: str) -> str:
     Raises:
         ApiError: the block is of another kind, or has a field that it must not have.
     """
-    kind = str(block.get("type")) if isinstance(block, Mapping) else type(block).__name__
+    kind = str(block.get("type", "")) if isinstance(block, Mapping) else type(block).__name__
     if kind not in _BLOCK_FIELDS:
+        found = f"of type {kind[:40]!r}" if kind else "without a type"
         raise ApiError(
-            f"{place} has a block of type {kind[:40]!r}, but this model reads {', '.join(_BLOCK_FIELDS)} alone: "
+            f"{place} has a block {found}, but this model reads {', '.join(_BLOCK_FIELDS)} alone: "
             "leave it out.",
             param=place,
             code="unsupported_field",

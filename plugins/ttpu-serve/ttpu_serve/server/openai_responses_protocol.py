@@ -221,10 +221,11 @@ def _word(item: Json, name: str, place: str) -> str:
 
 def _kind(item: Json, place: str) -> str:
     """Return an item's type; a message may leave it out."""
-    kind = str(item.get("type", "message" if "role" in item else None))
+    kind = str(item.get("type", "message" if "role" in item else ""))
     if kind not in _ITEM_FIELDS:
+        found = f"is of type {kind[:40]!r}" if kind else "has no type and no role"
         raise ApiError(
-            f"{place} is of type {kind[:40]!r}, but this model reads {', '.join(_ITEM_FIELDS)} alone: leave it out.",
+            f"{place} {found}, but this model reads {', '.join(_ITEM_FIELDS)} alone: leave it out.",
             param=place,
             code="unsupported_field",
         )

@@ -257,6 +257,11 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+ModelName = Annotated[
+    str | None, Field(description="A name that /v1/models lists; the first of them if it is left out, as in vLLM.")
+]
+
+
 class Generation(Body):
     """The fields that chat and text completions share."""
 
@@ -290,7 +295,7 @@ class Generation(Body):
         "kv_transfer_params": ((), "caches are not sent between servers here: leave it out"),
     }
 
-    model: str = Field(description="A name that /v1/models lists.")
+    model: ModelName = None
     max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -428,7 +433,7 @@ class EmbeddingRequest(Body):
         "priority": ((0,), "embeddings are computed in order: leave it out"),
     }
 
-    model: str
+    model: ModelName = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)

@@ -160,7 +160,7 @@ class Service:
             ApiError: the prompt is empty or too long.
         """
         if not ids:
-            raise ApiError(f"{param} has no tokens, but generation needs at least one: pass some text.", param=param)
+            raise ApiError(f"{param} has no tokens, but the model needs at least one: pass some text.", param=param)
         most = self.most_prompt_tokens(room)
         if len(ids) > most:
             raise ApiError(
