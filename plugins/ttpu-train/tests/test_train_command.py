@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from ttpu import AutoModelForTPU
 from ttpu_core.cli.main import app
-from ttpu_train.cli.train import exit_code, plain_warnings, resumed_if_restarted
+from ttpu_train.cli.train import exit_code, plain_warnings, resumed_if_restarted, what_is_left
+from ttpu_train.trainer import TrainOutput
 
 TEXT = "The trainer reads this text again and again, until the model knows what comes next in it.\n" * 8
 
@@ -92,6 +93,19 @@ def test_a_command_that_is_started_again_resumes_from_its_own_checkpoints(
     assert resumed_if_restarted(given) == {**given, "resume_from_checkpoint": True}
     monkeypatch.delenv("TTPU_RESTART")
     assert resumed_if_restarted(given) == given
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "is_saved", "words"),
+    [
+        (None, True, "run: 7 updates, loss 2.5000; `ttpu export run --out DIR` writes the model"),
+        (None, False, "run: 7 updates, loss 2.5000; save_strategy=no left no checkpoint"),
+        ("SIGINT", True, "stopped by SIGINT after step 7: the same command with resume=true goes on from there."),
+        ("SIGINT", False, "stopped by SIGINT after step 7: save_strategy=no left no checkpoint."),
+    ],
+)
+def test_the_end_of_a_run_says_what_is_left(stopped_by: str | None, is_saved: bool, words: str) -> None:
+    assert what_is_left(TrainOutput(7, 2.5, {}, stopped_by), Path("run"), is_saved=is_saved) == words
 
 
 def test_a_signal_gives_the_exit_status_that_shells_have_for_it() -> None:

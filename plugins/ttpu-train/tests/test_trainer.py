@@ -264,9 +264,13 @@ def test_updates_that_are_not_finite_are_skipped_and_too_many_end_the_run(
 
     many = trainer(tmp_path / "many", nan_limit=3)
     many.runner.break_at = {7, 8, 9}  # type: ignore[attr-defined]
-    with pytest.raises(TrainingError, match=r"3 updates in a row .* not finite"):
+    with pytest.raises(TrainingError, match=r"3 updates in a row .* not finite.*from the newest checkpoint\.$"):
         many.train()
     assert sorted(int(path.name) for path in (tmp_path / "many/checkpoints").iterdir()) == [5]
+    unsaved = trainer(tmp_path / "unsaved", nan_limit=1, save_strategy="no")
+    unsaved.runner.break_at = {2}  # type: ignore[attr-defined]
+    with pytest.raises(TrainingError, match=r"or look at the data\.$"):
+        unsaved.train()
 
 
 def test_a_spike_brings_the_weights_of_the_newest_checkpoint_back(backend: NumpyBackend, tmp_path: Path) -> None:

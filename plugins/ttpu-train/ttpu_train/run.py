@@ -303,11 +303,12 @@ class TrainingRun:
         if values.skipped:
             self._not_finite += 1
             if self._not_finite >= self.args.nan_limit:
+                saved = self._saved_at is not None
+                more = "; resume_from_checkpoint=True goes on from the newest checkpoint" if saved else ""
                 raise TrainingError(
                     f"{self._not_finite} updates in a row up to step {number} had gradients that are "
                     f"not finite and were skipped, and nan_limit={self.args.nan_limit} ends the run: lower the "
-                    "learning rate, warm up longer, or look at the data; resume_from_checkpoint=True goes on from the "
-                    "newest checkpoint."
+                    f"learning rate, warm up longer, or look at the data{more}."
                 )
             return
         self._not_finite = 0

@@ -17,6 +17,7 @@ from ttpu_core.cli.console import in_bytes, note, print_facts, print_json
 
 if TYPE_CHECKING:
     from ttpu_train.config_file import TrainingFile
+    from ttpu_train.trainer import TrainOutput
 
 
 def train(
@@ -75,16 +76,30 @@ def train(
     folder, is_first = trainer.args.folder, trainer.state.is_world_process_zero
     if as_json and is_first:
         print_json({"global_step": output.global_step, **output.metrics, "output_dir": str(folder)})
+    words = what_is_left(output, folder, is_saved=trainer.args.save_strategy != "no")
     if output.stopped_by is not None:
         if is_first:
-            note(
-                f"stopped by {output.stopped_by} after step {output.global_step:,}: the same command with resume=true "
-                "goes on from there."
-            )
+            note(words)
         raise typer.Exit(exit_code(output.stopped_by))
     if not as_json and is_first:
-        loss = "none of them now" if math.isnan(output.training_loss) else f"loss {output.training_loss:.4f}"
-        print(f"{folder}: {output.global_step:,} updates, {loss}; `ttpu export {folder} --out DIR` writes the model")
+        print(words)
+
+
+def what_is_left(output: TrainOutput, folder: Path, *, is_saved: bool) -> str:
+    """What is said at the end of a run.
+
+    Args:
+        output: of `Trainer.train`.
+        folder: the run's output_dir.
+        is_saved: whether the run wrote checkpoints.
+    """
+    steps, nothing = f"{output.global_step:,}", "save_strategy=no left no checkpoint"
+    if output.stopped_by is not None:
+        more = "the same command with resume=true goes on from there" if is_saved else nothing
+        return f"stopped by {output.stopped_by} after step {steps}: {more}."
+    loss = "none of them now" if math.isnan(output.training_loss) else f"loss {output.training_loss:.4f}"
+    more = f"`ttpu export {folder} --out DIR` writes the model" if is_saved else nothing
+    return f"{folder}: {steps} updates, {loss}; {more}"
 
 
 @contextmanager
