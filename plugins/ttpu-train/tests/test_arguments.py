@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,14 @@ from ttpu_train.resuming import compare, kept_arguments
 )
 def test_what_is_computed_again_follows_from_both_arguments(given: Any, remat: str) -> None:
     assert TrainingArguments(**given).step_settings(1).remat == remat
+
+
+def test_the_page_about_data_names_arguments_that_there_are() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training-data.md").read_text()
+    named = set(re.findall(r"`(\w+_\w+)(?:=[^`]*)?`", page))
+    of_examples = {"input_ids", "attention_mask", "chat_template_kwargs"}
+    of_trainer = {"train_dataset", "eval_dataset", "cache_dir", "processing_class", "chat_template"}
+    assert named - of_examples - of_trainer <= {one.name for one in fields(TrainingArguments)}
 
 
 def test_no_clipping_and_no_warmup_are_none_and_0() -> None:
