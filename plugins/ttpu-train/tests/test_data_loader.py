@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -197,6 +200,32 @@ def test_of_several_that_tokenize_at_once_one_does(tmp_path: Path, monkeypatch: 
     for thread in threads:
         thread.join()
     assert (len(found), len(set(found)), len(writes)) == (4, 1, 1)
+
+
+def test_an_interrupt_while_garbage_is_collected_ends_a_tokenization(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)  # an exception ends here, as in JAX's callback
+
+    class Read:
+        """A dataset that is read while it becomes tokens."""
+
+        name = "examples"
+
+        def key(self) -> str:
+            return self.name
+
+        def examples(self) -> Iterator[tuple[str, dict[str, Any]]]:
+            for number, example in enumerate(EXAMPLES):
+                if number == 3:
+                    gc.callbacks.append(interrupt)
+                    gc.collect()
+                yield f"example {number}", example
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenized(Read(), Tokenization(None, DataSettings()), tmp_path)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not [each for each in tmp_path.iterdir() if each.is_dir()]
 
 
 def test_a_failed_tokenization_leaves_nothing(tmp_path: Path) -> None:

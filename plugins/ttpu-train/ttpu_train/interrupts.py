@@ -28,6 +28,13 @@ class StopRequest:
     ) -> None:
         self._restore()
 
+    def pass_on(self) -> None:
+        """Give the signal that came, if one did, to what handled it before. An exception of a handler is lost where JAX
+        runs with the collector of garbage, as it often does while texts become tokens; here it is not."""
+        name, self.signal_name = self.signal_name, None
+        if name is not None:
+            signal.raise_signal(signal.Signals[name])
+
     def _told(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
         self._restore()

@@ -24,6 +24,7 @@ from ttpu_core.errors import DataError
 from ttpu_train.data.settings import DataSettings
 from ttpu_train.data.sources import Source
 from ttpu_train.data.tokenize import Document, Tokenization
+from ttpu_train.interrupts import StopRequest
 
 INDEX, TOKENS, WEIGHTS, OFFSETS, FLAGS = "index.json", "tokens.int32", "weights.uint8", "offsets.npy", "flags.npy"
 SHOW_AFTER = 2.0  # seconds of tokenizing before a progress bar appears
@@ -104,8 +105,11 @@ def _write(folder: Path, source: Source, tokenization: Tokenization) -> None:
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
     try:
         writer = _Writer(part)
-        for document in _watched(tokenization.documents(source.examples()), source.name):
-            writer.add(document)
+        with StopRequest() as stop:
+            for document in _watched(tokenization.documents(source.examples()), source.name):
+                writer.add(document)
+                stop.pass_on()
+        stop.pass_on()
         writer.finish(source.name)
         if folder.exists():  # it was not whole
             shutil.rmtree(folder)
