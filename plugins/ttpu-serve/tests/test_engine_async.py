@@ -285,6 +285,8 @@ def test_a_request_that_never_fits_into_the_queue_is_no_full_queue(bytes_tokeniz
         core = FakeCore(bytes_tokenizer, scheduler=FakeScheduler(FakeLimits(max_num_seqs=2, max_waiting=3)))
         async with started(core) as engine:
             assert len(await engine.submit_all(["say: a"], replace(LONG, n=5))) == 1
+            with pytest.raises(RequestError, match="SamplingParams are needed"):
+                await engine.submit("say: a", {"n": 1})  # type: ignore[arg-type]
             for prompts, n in ((["say: a"], 6), (["say: a"] * 2, 3)):
                 with pytest.raises(RequestError, match="6 sequences, but at most 2 run") as refusal:
                     await engine.submit_all(prompts, replace(LONG, n=n))

@@ -19,6 +19,7 @@ import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.prompt import Prompt as ReadPrompt
+from ttpu_core.generation.ranges import short
 from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
 from ttpu_serve.api.guide_queue import GuideQueue
 from ttpu_serve.api.output_queue import (
@@ -239,6 +240,8 @@ class AsyncEngine:
             EngineClosingError: the engine takes no new requests.
         """
         self.check_accepting(goes_on=goes_on)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {short(params)}, but SamplingParams are needed: pass SamplingParams(...).")
         self._check_places(len(prompts) * (1 if pooling else params.n))
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
