@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -74,6 +75,13 @@ def test_sequences_without_weight_are_left_out() -> None:
     late = TokenFile(file.tokens, file.weights, file.offsets, np.array([1, 9, -1]), file.divisible, "late")
     with pytest.warns(UserWarning, match="max_length"):
         assert [tokens for tokens, _ in rows_of(late, max_length=8, shuffle=False)] == [[100, 101, 102, 103]]
+
+
+def test_texts_have_no_assistant() -> None:
+    with pytest.warns(UserWarning, match="assistant_only_loss was given, but it has no effect"):
+        rows_of(token_file(4), max_length=8, assistant_only_loss=True)
+    with warnings.catch_warnings(action="error"):
+        rows_of(token_file(4), token_file(4, divisible=False), max_length=8, assistant_only_loss=True)
 
 
 def test_parts_without_weight_are_left_out() -> None:

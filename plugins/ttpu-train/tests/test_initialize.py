@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,14 @@ def test_a_tag_holds_the_weights_that_were_saved_last(backend: NumpyBackend, tmp
     assert [one.name for one in (tmp_path / "best").iterdir()] == ["1"]
     engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 1 and (engine.module.table == earlier.module.table).all()
+
+
+def test_a_saved_model_has_the_tokenizer_that_was_given(backend: NumpyBackend, tmp_path: Path) -> None:
+    saved: list[str] = []
+    engine, *_ = engine_of(tokenizer=SimpleNamespace(save_pretrained=saved.append))
+    engine.runner.save_pretrained = lambda folder, dtype: folder.mkdir()
+    engine.save_16bit_model(tmp_path / "model")
+    assert saved == [str(tmp_path / "model")]
 
 
 def test_tags_and_arguments_of_checkpoints_are_deepspeeds(backend: NumpyBackend, tmp_path: Path) -> None:

@@ -445,6 +445,7 @@ def test_checkpoints_of_runs_are_not_mixed_up(backend: NumpyBackend, tmp_path: P
         ({**BEST, "eval_steps": 2, "save_steps": 5}, "make save_steps a multiple of eval_steps"),
         ({**BEST, "eval_steps": 4, "save_steps": 2}, "make save_steps a multiple of eval_steps"),
         ({"report_to": "excel"}, "report_to='excel'"),
+        ({"tokenizer": "./llama"}, "processing_class='./llama' was given, but it is a tokenizer of transformers"),
         ({"callbacks": [object()]}, "none of the methods"),
         ({"callbacks": StopIteration()}, "callbacks was given as a StopIteration, but it is a list"),
         ({"args": SimpleNamespace()}, "args was given as a types.SimpleNamespace, but it is ttpu.TrainingArguments"),

@@ -351,8 +351,12 @@ class Engine:
         return str(place), dict(saved["client_state"])
 
     def save_16bit_model(self, save_dir: str | Path) -> bool:
-        """Write the weights in bfloat16 as a Hugging Face checkpoint."""
-        self.runner.save_pretrained(Path(save_dir).expanduser(), "bfloat16")
+        """Write the weights in bfloat16 as a Hugging Face checkpoint.
+
+        Raises:
+            CheckpointError: the folder cannot be written to, as on a full disk.
+        """
+        self._trainer.save_model(Path(save_dir).expanduser())
         return True
 
     def _evaluated(self, batch: Batch) -> InFlight[EvalValues]:

@@ -14,7 +14,7 @@ from ttpu_train.arguments import TrainingArguments
 
 
 def check_kinds(model: Any, args: Any, load_options: Any, tokenizers: tuple[Any, Any]) -> None:
-    """Refuse what is no model, arguments and options that are no mapping, and two tokenizers.
+    """Refuse what is no model, arguments and options that are no mapping, two tokenizers, and the name of one.
 
     Raises:
         RequestError: it is so.
@@ -36,6 +36,12 @@ def check_kinds(model: Any, args: Any, load_options: Any, tokenizers: tuple[Any,
     if first is not None and second is not None and first is not second:
         raise RequestError(
             "processing_class and tokenizer were given, but both are the tokenizer of the data: pass one of them."
+        )
+    given = second if first is None else first
+    if isinstance(given, str | Path):
+        raise RequestError(
+            f"processing_class={str(given)!r} was given, but it is a tokenizer of transformers: pass "
+            f"AutoTokenizer.from_pretrained({str(given)!r})."
         )
     if load_options is not None and not isinstance(load_options, Mapping):
         raise RequestError(

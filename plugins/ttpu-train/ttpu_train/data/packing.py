@@ -66,6 +66,11 @@ class RowPlanner:
                 "weight for each member of the list or mapping of sources.",
                 param="mixture_weights",
             )
+        if settings.assistant_only_loss and all(file.divisible.all() for file in files):
+            warnings.warn(
+                "assistant_only_loss was given, but it has no effect on data without conversations (messages)",
+                stacklevel=2,
+            )
         self._files, self._settings = files, settings
         self.sequences = sequences_of(files, settings)
         self.digest = hashlib.blake2b(" ".join(file.digest for file in files).encode(), digest_size=16).hexdigest()
