@@ -45,8 +45,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     )
     yield made
     made.close()
-    with pytest.raises(RequestError, match="engine is closed"):
-        made.generate([PROMPT], GREEDY)
+    for asked in (
+        lambda: made.generate([PROMPT], GREEDY),
+        made.sleep,
+        made.wake_up,
+        lambda: made.update_weights({}),
+        lambda: made.load_adapter("poet", "poet"),
+    ):
+        with pytest.raises(RequestError, match="it is closed: open another one"):
+            asked()
 
 
 @pytest.fixture

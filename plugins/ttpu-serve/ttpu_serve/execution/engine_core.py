@@ -164,8 +164,7 @@ class EngineCore:
             QueueFullError: too many requests wait already.
             RequestError: the prompt or a value cannot be served, or the id is taken.
         """
-        if self.closed:
-            raise RequestError("a request was made, but the engine is closed: open another one.")
+        self._check_open()
         if request_id in self._children:
             raise RequestError(f"a request with the id {request_id!r} is being served: choose another id.")
         made = self.input_processor.outputs(
@@ -484,6 +483,7 @@ class EngineCore:
         return load
 
     def _slots_for(self, name: str) -> AdapterSlots:
+        self._check_open()
         slots = self.runner.adapters
         if slots is None or self.asleep:
             why = "it is asleep: wake it up" if slots else "it was built without room for them: set max_adapters"
@@ -511,7 +511,12 @@ class EngineCore:
     @_in_turn
     def sleep(self) -> None:
         """Free the devices' memory: move the weights to the host and drop the KV cache. Requests are kept and computed
-        again after `wake_up`."""
+        again after `wake_up`.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self._check_open()
         if not self.asleep:
             self._pause()
             self.runner.sleep()
@@ -522,7 +527,12 @@ class EngineCore:
 
     @_in_turn
     def wake_up(self) -> None:
-        """Move the weights back to the devices and continue."""
+        """Move the weights back to the devices and continue.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self._check_open()
         if self.asleep:
             self.runner.wake_up()
             if self.speculation.proposer is not None:
@@ -539,11 +549,17 @@ class EngineCore:
                 names to arrays of the model's shapes.
 
         Raises:
-            RequestError, MappingError, CheckpointError: the weights do not fit; nothing is replaced then.
+            RequestError, MappingError, CheckpointError: the weights do not fit, or the engine is closed; nothing is
+                replaced then.
         """
+        self._check_open()
         with self.runner.weight_update(weights) as replace:
             self._pause()
             replace()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RequestError("the engine was asked to work, but it is closed: open another one.")
 
     def _pause(self) -> None:
         """Collect all dispatched steps and preempt every request."""
