@@ -1,10 +1,17 @@
-"""Writes files atomically: a reader sees the whole file or none."""
+"""Writes files atomically: a reader sees the whole file or none. Says in a sentence why a model cannot be written."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from ttpu_core.errors import CheckpointError, TTPUError
+
+DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+"""What systems say of a full disk, deep in the words of libraries."""
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes, *, mode: int = 0o666, replace: bool = True) -> None:
@@ -56,6 +63,35 @@ def check_target(path: str | os.PathLike[str]) -> None:
         raise NotADirectoryError(0, "its folder does not exist", str(folder))
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(0, "its folder is not writable", str(folder))
+
+
+@contextmanager
+def writing_model(folder: Path) -> Iterator[None]:
+    """Say in one sentence what stopped the files of a model.
+
+    Raises:
+        CheckpointError: the disk is full, or one of them cannot be written.
+    """
+    try:
+        yield
+    except TTPUError:
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        if not isinstance(error, OSError) and reason not in DISK_FULL:  # safetensors has its own errors for a full disk
+            raise
+        raise CheckpointError(
+            f"a model was to be written to {folder}, but that failed ({reason}): make room, or name another folder."
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """An error's kind and the first line of its words; of a full disk only the words that say so."""
+    words = str(error).strip()
+    for known in DISK_FULL:
+        if known in words:
+            return known
+    return f"{type(error).__name__}: {words.splitlines()[0][:200] if words else ''}"
 
 
 def _umask() -> int:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from ttpu_core import ModelConfig, default_registry
 from ttpu_core.checkpoint import open_checkpoint
 from ttpu_core.cli.main import app
+from ttpu_core.errors import CheckpointError
 from ttpu_core.loading import LoadOptions, describe_checkpoint, open_model
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.rounding import dequantize, round_kernel
@@ -248,6 +249,21 @@ def test_experts_in_one_tensor_are_quantized_as_those_in_many(tmp_path: Path) ->
     assert configs[0] == configs[1]
 
 
+def test_a_full_disk_is_told_in_one_sentence(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")  # safetensors'
+
+    monkeypatch.setattr("ttpu_quantize.output.save_file", full)
+    result = invoke(checkpoint, "--scheme", "w8a16", "--out", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    assert "failed (No space left on device): make room, or name another folder." in result.stderr
+    monkeypatch.setattr("ttpu_jax.params.export.save_file", full)
+    with pytest.raises(CheckpointError, match=r"failed \(No space left on device\): make room"):
+        open_model(checkpoint, LoadOptions(), backend="jax").save_pretrained(tmp_path / "copy")
+
+
 def test_requests_that_cannot_be_met_are_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     def refused(*arguments: object, out: Path = tmp_path / "new") -> str:
         result = invoke(*arguments, "--out", out)
@@ -259,6 +275,16 @@ def test_requests_that_cannot_be_met_are_refused(checkpoint: Path, text: Path, t
     assert "pass --calibrate FILE" in refused(checkpoint, "--scheme", "w4a16", "--method", "gptq")
     long = ["--method", "awq", "--calibrate", text, "--seq-len", "300"]
     assert "context holds 256 tokens" in refused(checkpoint, "--scheme", "w4a16", *long)
+    unread = (
+        ("rtn", "--calibrate", text),
+        ("rtn", "--num-samples", 3),
+        ("rtn", "--damping", 0.01),
+        ("gptq", "--strength", 0.5),
+        ("smoothquant", "--actorder", "none"),
+    )
+    for method, option, value in unread:
+        given = refused(checkpoint, "--scheme", "w8a16", "--method", method, option, value)
+        assert f"{option} was given, but it has no effect with --method {method}: add --method" in given
     assert "names 'mlp.sideways'" in refused(checkpoint, "--scheme", "w4a16", "--skip", "mlp.sideways")
     assert "is not empty" in refused(checkpoint, "--scheme", "w4a16", out=checkpoint)
     assert invoke(checkpoint, "--scheme", "w8a16", "--out", tmp_path / "done").exit_code == 0

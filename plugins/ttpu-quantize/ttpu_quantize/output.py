@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from ttpu_core.checkpoint import INDEX
 from ttpu_core.errors import RequestError
-from ttpu_core.files import write_whole
+from ttpu_core.files import write_whole, writing_model
 
 STATE = ".ttpu-quantize.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
@@ -31,6 +31,7 @@ class Output:
 
     Raises:
         RequestError: the folder holds something else.
+        CheckpointError: here and in what writes, that a file cannot be written, as on a full disk.
     """
 
     def __init__(self, folder: Path, request: Mapping[str, Any], units: int) -> None:
@@ -50,8 +51,9 @@ class Output:
             raise RequestError(
                 f"{folder} was asked for as the output, but it is not empty: remove it, or name another folder."
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(state, text)
+        with writing_model(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(state, text)
 
     def file(self, unit: int) -> Path:
         """The weight file of a unit."""
@@ -64,7 +66,7 @@ class Output:
     def write(self, unit: int, tensors: Mapping[str, np.ndarray]) -> None:
         """Write the tensors of a unit."""
         held = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-        with TemporaryDirectory(dir=self.folder, prefix=".writing-") as staging:
+        with writing_model(self.folder), TemporaryDirectory(dir=self.folder, prefix=".writing-") as staging:
             unfinished = Path(staging) / "unit.safetensors"
             save_file(held, unfinished, metadata={"format": "pt"})
             unfinished.chmod((self.folder / STATE).stat().st_mode)  # safetensors lets only the owner read
@@ -86,11 +88,12 @@ class Output:
             placed |= dict.fromkeys(header, self.file(unit).name)
             total += sum(end - begin for begin, end in header.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-        write_whole(self.folder / INDEX, json.dumps(index, indent=2) + "\n")
-        for file in small_files:
-            shutil.copyfile(file, self.folder / file.name)
-        write_whole(self.folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-        (self.folder / STATE).unlink()
+        with writing_model(self.folder):
+            write_whole(self.folder / INDEX, json.dumps(index, indent=2) + "\n")
+            for file in small_files:
+                shutil.copyfile(file, self.folder / file.name)
+            write_whole(self.folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+            (self.folder / STATE).unlink()
         return total
 
 

@@ -16,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 from ttpu_core.errors import CheckpointError, RequestError
+from ttpu_core.files import first_line
 from ttpu_train.foreign import kind_of
 from ttpu_train.runner import CheckpointPolicy, TrainRunner
 from ttpu_train.tokenizer_files import replace_tokenizer
@@ -37,9 +38,6 @@ REPLACED = ".replaced-"
 """Before the number of a checkpoint that another takes the place of."""
 DAMAGED, OTHER = "damaged", "other"
 """The endings of folders that a damaged checkpoint, or another run's in the way, is renamed to."""
-
-FULL = ("No space left on device", "Disk quota exceeded", "File too large")
-"""What systems say of a full disk, deep in the words of libraries."""
 
 
 def steps_in(folder: Path) -> tuple[int, ...]:
@@ -415,15 +413,6 @@ def check_backend(header: Mapping[str, Any], ours: str, place: Path, remedy: str
             f"the checkpoint {place} was to be read by the backend {ours!r}, but another backend wrote it, "
             f"{header['backend']!r}: {remedy}."
         )
-
-
-def first_line(error: Exception) -> str:
-    """An error's kind and the first line of its words."""
-    words = str(error).strip()
-    for known in FULL:
-        if known in words:
-            return known
-    return f"{type(error).__name__}: {words.splitlines()[0][:200] if words else ''}"
 
 
 def _digest(names: Iterable[str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import CheckpointError, RequestError
-from ttpu_train.checkpoints import CHECKPOINTS, FULL, check_backend, first_line, read_header, steps_in
+from ttpu_core.files import first_line, writing_model
+from ttpu_train.checkpoints import CHECKPOINTS, check_backend, read_header, steps_in
 from ttpu_train.foreign import kind_of
 
 
@@ -38,7 +39,7 @@ def export_run(
             f"the checkpoint {place} was to be exported, but its files are damaged ({first_line(error)}): export "
             "another step."
         ) from error
-    with _target(out, run), writing(out):
+    with _target(out, run), writing_model(out):
         backend.export_checkpoint(place, out, identity=header["identity"], dtype=dtype, merge=merge)
     return int(header["step"])
 
@@ -66,24 +67,6 @@ def _chosen(run: Path, step: int | None) -> Path:
         f"{'the newest checkpoint' if step is None else f'the checkpoint of step {step}'} of {run} was to be exported, "
         f"but {found}: name the output_dir of a run of ttpu's trainer, and a step that is there."
     )
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Say in one sentence what stopped the files of a model.
-
-    Raises:
-        CheckpointError: the disk is full, or one of them cannot be written.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = first_line(error)
-        if not isinstance(error, OSError) and reason not in FULL:  # safetensors has errors of its own for a full disk
-            raise
-        raise CheckpointError(
-            f"a model was to be written to {folder}, but that failed ({reason}): make room, or name another folder."
-        ) from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ttpu_core.errors import RequestError
+from ttpu_core.files import writing_model
 from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
@@ -23,7 +24,6 @@ from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.deepspeed import merged
 from ttpu_train.distillation import DistillMethod
 from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
-from ttpu_train.export import writing
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import GRPOMethod
 from ttpu_train.grpo.reward_models import RewardModel
@@ -374,7 +374,7 @@ class Trainer:
             CheckpointError: the folder cannot be written to, as on a full disk.
         """
         folder = Path(output_dir or self.args.folder)
-        with writing(folder):
+        with writing_model(folder):
             self.runner.save_pretrained(folder, dtype)
             if self._tokenizer is not None and self.layout.process_index == 0:
                 replace_tokenizer(folder, self._tokenizer)

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from ttpu_core.checkpoint import INDEX, WEIGHTS
 from ttpu_core.errors import RequestError
+from ttpu_core.files import writing_model
 from ttpu_core.mapping import FlaxMapping, Tensor, scatter
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -91,6 +92,7 @@ def save_checkpoint(
 
     Raises:
         RequestError: `directory` is a file, or cannot be made.
+        CheckpointError: a file cannot be written, as on a full disk.
     """
     if not isinstance(directory, str | PathLike):
         raise RequestError(f"a checkpoint was to be saved in {directory!r}, but a directory is needed: pass one.")
@@ -117,7 +119,7 @@ def save_checkpoint(
         if len(shards) == 1
         else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     )
-    with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging_name:
+    with writing_model(target), tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging_name:
         staging = Path(staging_name)
         placed: dict[str, str] = {}
         total = 0

@@ -14,7 +14,7 @@ from ttpu_core.cli import options
 from ttpu_core.cli.console import counted, in_bytes, note, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ttpu_core.architecture import Architecture
     from ttpu_core.checkpoint import Checkpoint
@@ -41,6 +41,10 @@ class OrderChoice(StrEnum):
     group = "group"
 
 
+SAMPLES, DAMPING, ORDER, STRENGTH = 128, 0.01, OrderChoice.static, 0.5
+"""What calibrated methods take where the options are not given."""
+
+
 def quantize(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="A directory with config.json and safetensors, or a Hub id.")
@@ -62,8 +66,15 @@ def quantize(
         Path | None, typer.Option(metavar="FILE", help="A text in UTF-8.", rich_help_panel=CALIBRATION)
     ] = None,
     num_samples: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Passages of the text, at most.", rich_help_panel=CALIBRATION)
-    ] = 128,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Passages of the text, at most.",
+            show_default=str(SAMPLES),
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
@@ -74,18 +85,28 @@ def quantize(
         ),
     ] = None,
     damping: Annotated[
-        float, typer.Option(metavar="X", help="GPTQ: share of the mean second moment.", rich_help_panel=CALIBRATION)
-    ] = 0.01,
-    actorder: Annotated[
-        OrderChoice,
+        float | None,
         typer.Option(
-            help="GPTQ: inputs as they come, large ones first, or also groups in that order.",
+            metavar="X",
+            help="GPTQ: share of the mean second moment.",
+            show_default=str(DAMPING),
             rich_help_panel=CALIBRATION,
         ),
-    ] = OrderChoice.static,
+    ] = None,
+    actorder: Annotated[
+        OrderChoice | None,
+        typer.Option(
+            help="GPTQ: inputs as they come, large ones first, or also groups in that order.",
+            show_default=ORDER.value,
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = None,
     strength: Annotated[
-        float, typer.Option(metavar="X", help="SmoothQuant: from 0 to 1.", rich_help_panel=CALIBRATION)
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            metavar="X", help="SmoothQuant: from 0 to 1.", show_default=str(STRENGTH), rich_help_panel=CALIBRATION
+        ),
+    ] = None,
     parallelism_strategy: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +137,8 @@ def quantize(
 
     \f
     Raises:
-        RequestError: a calibrated method without a text, or a request that contradicts the checkpoint.
+        RequestError: a calibrated method without a text, an option that the method does not read, or a request that
+            contradicts the checkpoint.
     """
     from dataclasses import replace
 
@@ -126,6 +148,20 @@ def quantize(
     from ttpu_core.quantization.config import QuantizationConfig
     from ttpu_quantize.making import check_original, make_checkpoint
 
+    calibrated = tuple(one for one in MethodChoice if one is not MethodChoice.rtn)
+    _refuse_unread(
+        method,
+        {
+            "--damping": (damping, (MethodChoice.gptq,)),
+            "--actorder": (actorder, (MethodChoice.gptq,)),
+            "--strength": (strength, (MethodChoice.smoothquant,)),
+            "--calibrate": (calibrate, calibrated),
+            "--num-samples": (num_samples, calibrated),
+            "--seq-len": (seq_len, calibrated),
+            "--parallelism-strategy": (parallelism_strategy, calibrated),
+            "--backend": (backend, calibrated),
+        },
+    )
     config = replace(QuantizationConfig.parse(scheme), skip=tuple(skip or ()), lm_head=lm_head)
     original = open_checkpoint(checkpoint)
     check_original(original)
@@ -133,11 +169,16 @@ def quantize(
     for sentence in refuse_ignored(opened.config):
         note(f"warning: {sentence}.")
     how = LoadOptions(parallelism_strategy=parallelism_strategy)
-    chosen = _method(method, damping, actorder, strength)
+    chosen = _method(
+        method,
+        DAMPING if damping is None else damping,
+        actorder or ORDER,
+        STRENGTH if strength is None else strength,
+    )
     calibration = None
     if chosen is not None:
         calibration = _calibration(
-            chosen, method.value, opened, architecture, backend, how, calibrate, num_samples, seq_len
+            chosen, method.value, opened, architecture, backend, how, calibrate, num_samples or SAMPLES, seq_len
         )
     with _bar(quiet=quiet) as progress:
         made = make_checkpoint(opened, architecture, config, out, calibration=calibration, progress=progress)
@@ -145,6 +186,28 @@ def quantize(
         print_json(_as_json(made, str(config), method.value))
     else:
         _print(made, str(config), method.value)
+
+
+def _refuse_unread(
+    method: MethodChoice, options_read: Mapping[str, tuple[object, tuple[MethodChoice, ...]]]
+) -> None:
+    """Refuse options that the method does not read.
+
+    Args:
+        method: the method.
+        options_read: option → its value, None if it was not given, and the methods that read it.
+
+    Raises:
+        RequestError: one was given.
+    """
+    from ttpu_core.errors import RequestError
+
+    for option, (value, readers) in options_read.items():
+        if value is not None and method not in readers:
+            raise RequestError(
+                f"{option} was given, but it has no effect with --method {method.value}: add --method "
+                f"{' or '.join(one.value for one in readers)}, or leave {option} out."
+            )
 
 
 def _method(method: MethodChoice, damping: float, order: OrderChoice, strength: float) -> Any:
