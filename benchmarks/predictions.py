@@ -90,8 +90,8 @@ def trained(slice_name: str, rows: int, remat: str) -> Program:
 TABLES: dict[str, list[Program]] = {
     "llama": [
         program
-        for task in ("decode", "prefill")
-        for options in ((), ("--layers", "scan"))
+        for task, forms in (("decode", [()]), ("prefill", [(), ("--without", "layer_loop")]))
+        for options in (*forms, ("--layers", "scan"))
         for program in tensor_8("Llama-3.1-8B", task, options=options)
     ],
     "roofline": [

@@ -397,6 +397,29 @@ class TestEstimate:
         result, one = schedule.estimate(text, "v5e"), 4 * 2**20 / 819e9
         assert result.total_seconds == result.seconds == pytest.approx(30_000 / 1.5e9 + one)
 
+    def test_copies_that_a_kernel_begins_end_one_after_another(self) -> None:
+        """They go on while the core works, and those that a kernel waits for are there before the last one."""
+        stated = 'backend_config={"cost_estimate":{"flops":"0","transcendentals":"0","bytes_accessed":"12582912"}}'
+        fetched = "f32[1048576]{0:S(1)}"
+        text = entry(
+            f"%fetch_begin.1 = ({fetched}, f32[2097152]{{0:S(1)}}, s32[]{{:S(2)}}, s32[]{{:S(2)}}) custom-call(%p), "
+            f'custom_call_target="tpu_custom_call", {stated}',
+            f"%a = {fetched} get-tuple-element(%fetch_begin.1), index=0",
+            "%b = f32[2097152]{0:S(1)} get-tuple-element(%fetch_begin.1), index=1",
+            "%s = s32[]{:S(2)} get-tuple-element(%fetch_begin.1), index=2",
+            "%t = s32[]{:S(2)} get-tuple-element(%fetch_begin.1), index=3",
+            f'%fetch_end.1 = {fetched} custom-call(%a, %s), custom_call_target="tpu_custom_call"',
+            '%w = f32[8] fusion(%p), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"15000"}',
+            'ROOT %fetch_end.2 = f32[2097152]{0:S(1)} custom-call(%b, %t), custom_call_target="tpu_custom_call"',
+        )
+        result, one = schedule.estimate(text, "v5e"), 4 * 2**20 / 819e9
+        assert result.seconds == pytest.approx(3 * one) and not result.unmodelled
+        assert result.breakdown.copy_wait == pytest.approx(3 * one - 15000 / 1.5e9)
+        assert result.hbm_seconds == pytest.approx(3 * one, rel=1e-4)
+        assert result.total_seconds == pytest.approx(3 * one + schedule.LEAST_SECONDS)
+        early = schedule.estimate(text.replace("custom-call(%b, %t)", "custom-call(%a, %t)"), "v5e")
+        assert early.breakdown.copy_wait == pytest.approx(one)
+
     def test_an_asynchronous_collective_costs_only_what_is_waited_for(self) -> None:
         text = entry(
             f"%s = (f32[2097152], f32[8388608], u32[]) all-gather-start(%p), {GROUP}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from ttpu_core.sharding.hardware import CHIPS
 from ttpu_jax import compiler_flags
 from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
-from ttpu_jax.compiler_flags import engine_options, program_options, training_options
+from ttpu_jax.compiler_flags import engine_options, fetch_options, program_options, training_options
 from ttpu_jax.compiling import compiled_with
+from ttpu_jax.ops.fetch import FETCH_BEGIN
 from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -94,10 +96,23 @@ def test_what_the_environment_sets_is_left(monkeypatch: pytest.MonkeyPatch) -> N
 def test_libtpu_knows_the_options_of_each_chip(name: str) -> None:
     topology = tpu_topology(CHIPS[name].example)
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16, sharding=_whole(topology))
-    options = training_options("tpu", topology.chip, TOKENS) | program_options("tpu", topology.chip)
+    options = training_options("tpu", topology.chip, TOKENS) | program_options("tpu", topology.chip) | fetch_options()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_for(topology, lambda x: x @ x, x, compiler_options=options).peak_bytes
+
+
+@pytest.mark.parametrize("name", [FETCH_BEGIN, "another"])
+def test_a_program_that_fetches_arrays_is_compiled_with_what_that_takes(name: str) -> None:
+    class Lowered:
+        def as_text(self) -> str:
+            return f'custom_call @tpu_custom_call() {{kernel_name = "{name}"}}'
+
+        def compile(self, compiler_options: dict[str, Any]) -> dict[str, Any]:
+            return compiler_options
+
+    compiled: Any = compiled_with(Lowered(), {"other": 1})  # type: ignore[arg-type]
+    assert compiled == {"other": 1, **(fetch_options() if name == FETCH_BEGIN else {})} and fetch_options()
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out() -> None:

@@ -46,6 +46,14 @@ _PREFETCHES: Mapping[str, Mapping[str, CompilerOption]] = MappingProxyType({
     }),
 })
 
+# Of a program whose kernels fetch arrays to VMEM (`ttpu_jax.ops.fetch`). Such an array stays there for as long as
+# attention takes, and libtpu aborts where that is longer than it lets arrays stay by default. It prefetches no
+# parameter of the last layer from the start of the program on, which would take room from those of all others.
+_FETCHES: Mapping[str, CompilerOption] = MappingProxyType({
+    "xla_msa_max_overlap_to_mem_size_async_copy_ratio": 1e6,
+    "xla_msa_max_cross_program_prefetches": 0,
+})
+
 # XLA:CPU computes what is bfloat16 in float32: to write a token it would convert the whole cache and back (12 layers, 8
 # rows of 2,176 tokens: 25 ms in place of 0.2). What else is bfloat16 in a decode step are products, which it multiplies
 # as they are, and additions, which LLVM widens.
@@ -114,6 +122,12 @@ def program_options(
         return {}
     of_chip = {} if chip is None else _PREFETCHES.get(chip.name, {})
     return _not_given({**_EVERY_PROGRAM, **of_chip}, platform)
+
+
+def fetch_options() -> dict[str, CompilerOption]:
+    """The compiler options that a program takes whose kernels fetch arrays to VMEM, without those that the environment
+    sets."""
+    return _not_given(_FETCHES, "tpu")
 
 
 def engine_options(platform: str | None) -> dict[str, CompilerOption]:

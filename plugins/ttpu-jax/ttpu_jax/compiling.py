@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from ttpu_jax.compiler_flags import DISABLED_PASSES, CompilerOption, refused_option
+from ttpu_jax.compiler_flags import DISABLED_PASSES, CompilerOption, fetch_options, refused_option
+from ttpu_jax.ops.fetch import FETCH_BEGIN
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,15 @@ def lower(jitted: Any, *arguments: Any) -> jax.stages.Lowered:
 
 def compiled_with(program: jax.stages.Lowered, options: Mapping[str, CompilerOption]) -> jax.stages.Compiled:
     """The program of a lowered function. An option that the compiler does not know, as another release of libtpu may
-    not, is left out with a warning. A program that cannot be compiled without a pass is compiled with it.
+    not, is left out with a warning. A program that cannot be compiled without a pass is compiled with it. Options
+    that kernels of the program need are added.
 
     Args:
         program: what is compiled.
         options: XLA options by name.
     """
-    known: Any = dict(options)  # Any: JAX's annotation omits numbers
+    of_kernels = fetch_options() if FETCH_BEGIN in program.as_text() else {}
+    known: Any = {**options, **of_kernels}  # Any: JAX's annotation omits numbers
     while True:
         try:
             with _partitioned_by_shardy():

@@ -21,6 +21,8 @@ class Optimization(StrEnum):
     """On a TPU a product rotates queries and keys, in a decode step both and the values at once."""
     FUSED_NORMS = "fused_norms"
     """On a TPU the root of a norm is computed within the operation that reads the norm, except in training."""
+    LAYER_LOOP = "layer_loop"
+    """Layers of a prompt run in a loop that fetches their kernels, where v5e or v6e devices exchange rows in a ring."""
     BFLOAT16_CACHE = "bfloat16_cache"
     """A CPU with instructions for bfloat16 keeps keys and values of a bfloat16 model in bfloat16."""
     MESH_ORDER = "mesh_order"
@@ -43,7 +45,8 @@ OF_PROGRAMS: Mapping[str, frozenset[Optimization]] = MappingProxyType({
         Optimization.MESH_ORDER,
     }),
     "prefill": frozenset({
-        Optimization.WINDOW_CACHE, Optimization.ROPE_PRODUCT, Optimization.FUSED_NORMS, Optimization.MESH_ORDER,
+        Optimization.WINDOW_CACHE, Optimization.ROPE_PRODUCT, Optimization.FUSED_NORMS, Optimization.LAYER_LOOP,
+        Optimization.MESH_ORDER,
     }),
     "train": frozenset({
         Optimization.TRAINED_PRODUCTS, Optimization.GRADIENT_RINGS, Optimization.SUMS_IN_HBM,

@@ -230,7 +230,8 @@ def explained(error: Exception, topology: TpuTopology, name: str) -> Exception:
         return UnsupportedError(
             f"{name} was compiled for {topology.name!r}, but VMEM has no room for an array that is kept there, libtpu "
             f"saying {first_line(error)!r}: leave it more (xla_tpu_scoped_vmem_limit_kib in LIBTPU_INIT_ARGS is what "
-            "products take of it), or cut no rows of the residual stream (residual_stream='whole')."
+            "products take of it), unroll layers (without='layer_loop'), or cut no rows of the residual stream "
+            "(residual_stream='whole')."
         )
     if "into flag" in message:
         return UnsupportedError(

@@ -31,6 +31,7 @@ from ttpu_jax.compiler_flags import program_options, training_options
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
+from ttpu_jax.ops.fetch import FETCH_BEGIN
 from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.matmul.rings import StreamForm, stream_form
 from ttpu_jax.optimizations import Optimization, left_out_by
@@ -103,7 +104,7 @@ class ProgramReport:
     topology: str
     num_devices: int
     mesh: tuple[tuple[str, int], ...]
-    layers: Layers
+    layers: Layers | Literal["loop"]  # loop: as `scan`, of equal layers of a prompt, in a program of unrolled ones
     dtype: str
     kernel_formats: tuple[tuple[str, int], ...]  # of quantized kernels, in words, with the number of kernels
     batch: int
@@ -259,7 +260,7 @@ def compile_report(
         num_parameters=spec.num_parameters,
         without=tuple(sorted(left_out)),
         task=task,
-        layers=layers,
+        layers="loop" if FETCH_BEGIN in program.hlo_text else layers,
         dtype=kind.name,
         kernel_formats=tuple(stored_formats(spec).items()),
         batch=batch,

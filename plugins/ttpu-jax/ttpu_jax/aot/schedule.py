@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, permute_seconds
 from ttpu_core.sharding.torus import Torus
+from ttpu_jax.ops.fetch import FETCH_BEGIN, FETCH_END
 from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes
@@ -291,6 +292,10 @@ class _Walk:
             self._fusion(instruction, clocks, count, ledger)
         elif instruction.estimated_cycles is not None:
             self._compute(instruction, clocks, count, ledger)
+        elif op == "custom-call" and instruction.name.startswith(FETCH_BEGIN):
+            self._fetch(instruction, clocks)
+        elif op == "custom-call" and instruction.name.startswith(FETCH_END):
+            self._fetched(instruction, clocks, count, ledger)
         elif op in _WORK_WITHOUT_FUSION or (
             op == "custom-call" and not FREE_CUSTOM_CALL.search(instruction.attributes)
         ):
@@ -298,6 +303,24 @@ class _Walk:
             ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline, instruction.part))
             if self.kernels is not None:
                 self._kernel(instruction, clocks, roofline)
+
+    def _fetch(self, begin: Instruction, clocks: _Clocks) -> None:
+        """Queue the copies that a kernel begins (`ttpu_jax.ops.fetch`), in the order of its results. Behind these come
+        their semaphores, of four bytes."""
+        if self.traffic is not None:
+            clocks.work(LEAST_SECONDS)
+        for place, size in enumerate(begin.arrays):
+            if size > 4:
+                clocks.queue_copy(f"{begin.name}/{place}", size / self.chip.hbm_bytes_per_second)
+
+    def _fetched(self, end: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
+        """Wait for the copies whose results a kernel takes."""
+        if self.traffic is not None:
+            clocks.work(LEAST_SECONDS)
+        parts = [clocks.made[name] for name in end.operand_names if name in clocks.made]
+        keys = [f"{part.operand_names[0]}/{part.attribute('index')}" for part in parts if part.operand_names]
+        ends = max((clocks.ready.get(key, 0.0) for key in keys), default=0.0)
+        ledger.add("copy_wait", end, clocks.wait_until(ends) * count)
 
     def _kernel(self, kernel: Instruction, clocks: _Clocks, roofline: float | None) -> None:
         known = self.kernels.get(kernel.name.partition(".")[0]) if self.kernels else None

@@ -156,8 +156,8 @@ def compile_report(
         typer.Option(
             metavar="NAMES",
             help="Optimizations to leave out, for comparison, with commas between them: rope_product and mesh_order; "
-            "of decode and prefill window_cache and fused_norms; of decode cache_write; of training trained_products, "
-            "gradient_rings, sums_in_hbm, vocabulary_loss, unset_gradients.",
+            "of decode and prefill window_cache and fused_norms; of decode cache_write; of prefill layer_loop; of "
+            "training trained_products, gradient_rings, sums_in_hbm, vocabulary_loss, unset_gradients.",
         ),
     ] = "",
     explain: Annotated[
@@ -340,9 +340,12 @@ def _print(checkpoint: str, reports: list[ProgramReport], remark: str = "", *, e
         console.print(table_of(report))
     held = "; ".join(f"{words} ({count} kernels)" for words, count in first.kernel_formats) or first.dtype
     console.print(
-        f"{first.model_type}, {first.num_parameters:,} parameters in {held}, layers {first.layers}; jax "
+        f"{first.model_type}, {first.num_parameters:,} parameters in {held}; jax "
         f"{first.jax_version}, libtpu {first.libtpu_version}. Sizes are of one device. {NOTE}{remark}"
     )
+
+
+_LAYERS = {"unrolled": "unrolled", "scan": "in a scan", "loop": "in a loop that fetches their kernels"}
 
 
 def _rows(report: ProgramReport) -> list[tuple[str, str]]:
@@ -354,6 +357,7 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("program", f"{report.task} {report.batch} × {report.context if report.task == 'decode' else report.tokens}"),
         ("slice", report.topology),
         ("mesh", ", ".join(f"{axis}={size}" for axis, size in report.mesh)),
+        ("layers", _LAYERS[report.layers]),
         ("peak memory", f"{in_bytes(report.peak_bytes)} of {in_bytes(report.hbm_bytes)}"),
         ("  arguments", in_bytes(report.argument_bytes)),
         ("  temporaries", in_bytes(report.temp_bytes)),

@@ -76,7 +76,7 @@ class Attention(nnx.Module):
             takes_pairs = cache.takes_pairs
         elif isinstance(cache, ContiguousCache):
             takes_pairs = cache.is_written_while_read(x.shape[1], spec, self.runtime)
-        in_ring = self._ring(x) is not None
+        in_ring = self.ring(x) is not None
         if not in_ring:
             x = with_whole_rows(x, self.runtime)  # once for several products
         query, own = self._project(x, step, pairs=takes_pairs)
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
         spec, constrain = self.spec, self.runtime.placement.constrain
         fused = constrain(self._fused(x), axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, None, None)
         group, own_keys, _ = fused_slots(spec)
-        ring = self._ring(x)
+        ring = self.ring(x)
         both, slots = None, fused  # slots: where values are taken from
         # Of few tokens queries and keys are normed and turned together. Of many, whose rows a ring exchanges, slices of
         # the result would be copied.
@@ -195,10 +195,10 @@ class Attention(nnx.Module):
 
     def _fused(self, x: jax.Array) -> jax.Array:
         """Queries, keys and values of x [batch, seq, hidden]: [batch, seq, kv_heads, slots, dim]."""
-        ring = self._ring(x)
+        ring = self.ring(x)
         return self.qkv(x) if ring is None else gathered_product(x, *self.qkv.arrays, ring)
 
-    def _ring(self, x: jax.Array) -> Ring | None:
+    def ring(self, x: jax.Array) -> Ring | None:
         """The devices that exchange the rows of x [batch, seq, hidden] while they compute queries, keys and values."""
         alone = self.gate is None and self.value is None and self.qkv.is_plain
         return ring_of(x, self.runtime) if alone else None

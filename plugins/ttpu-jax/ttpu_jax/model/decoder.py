@@ -20,6 +20,7 @@ from ttpu_core.spec.parameters import stacked_layers
 from ttpu_jax.model.cache import KVCache
 from ttpu_jax.model.custom import custom_block, custom_embedding
 from ttpu_jax.model.embedding import Embedding, Head
+from ttpu_jax.model.layer_loop import LayerLoop, layer_loops
 from ttpu_jax.model.layers import DecoderLayer, run_layer
 from ttpu_jax.model.modules import (
     RESIDUAL,
@@ -154,7 +155,9 @@ class Decoder(nnx.Module):
         positions, lengths, bind = _bound(tokens, positions, cache, fresh=fresh)
         step = Step(positions, self._angles(positions, lengths))
         held = (None,) * len(self.layers) if cache is None else cache.layers
-        x, layer_caches, _ = self._through_layers(tokens, step, held, bind, last_only=last_only and seq > 1)
+        x, layer_caches, _ = self._through_layers(
+            tokens, step, held, bind, last_only=last_only and seq > 1, alone=fresh and cache is not None
+        )
         if cache is not None:
             cache = replace(cache, layers=layer_caches, length=cache.length + seq)
         if last_only:
@@ -302,15 +305,20 @@ class Decoder(nnx.Module):
         bind: Bind,
         *,
         last_only: bool = False,
+        alone: bool = False,
         seen: list[jax.Array] | None = None,
     ) -> tuple[jax.Array, Caches, Loads]:
         """The stream after the last layer, what is kept of each layer, and the loads that were asked for. `seen`
-        receives what goes into each layer, if layers are not stacked."""
+        receives what goes into each layer, if layers are not stacked. `alone`: tokens attend to one another, and to
+        nothing in a cache."""
         x, beside = self.embed(tokens, step.query_positions)
         x = into_layers(x, self.runtime)
         if self.stacked:
             return self._scan_layers(x, step, caches, bind, beside)
-        return self._unroll_layers(x, step, caches, bind, beside, last_only=last_only, seen=seen)
+        loops = {}
+        if alone and beside is None:
+            loops = layer_loops(self.spec, list(self.layers), x, self.runtime, last_only=last_only)
+        return self._unroll_layers(x, step, caches, bind, beside, loops, last_only=last_only, seen=seen)
 
     def _angles_by_segment(
         self, positions: jax.Array, segments: jax.Array
@@ -346,6 +354,7 @@ class Decoder(nnx.Module):
         caches: Caches,
         bind: Bind,
         beside: jax.Array | None,
+        loops: Mapping[int, LayerLoop],
         *,
         last_only: bool,
         seen: list[jax.Array] | None,
@@ -355,6 +364,13 @@ class Decoder(nnx.Module):
         shared: dict[int, Keys] = {}
         embedding = x
         for index, layer in enumerate(self.layers):
+            if index in loops:
+                x, kept = loops[index](x, step)
+                updated += [
+                    bind(held, None).write(*each)[0].held for held, each in zip(caches[index:], kept, strict=False)
+                ]
+            if index < len(updated):  # it was in the loop
+                continue
             definition, state = nnx.split(layer)
             if seen is not None and not isinstance(x, WithShortcut):
                 seen.append(x)

@@ -229,12 +229,11 @@ class Norm(nnx.Module):
         self.scale, self.bias = values.get("scale"), values.get("bias")
 
     @part(Part.NORM)
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., features]: the same shape."""
+    def __call__(self, x: jax.Array, total: jax.Array | None = None) -> jax.Array:
+        """x [..., features]: the same shape. `total` [..., 1] is the sum of its squares, if it is known."""
         scale, bias = value_of(self.scale), value_of(self.bias)
-        return normalize(
-            x, self.spec, scale, bias, axes=self.over, features=self.features, by_feature=self.by_feature
-        )
+        over, features, by_feature = self.over, self.features, self.by_feature
+        return normalize(x, self.spec, scale, bias, axes=over, features=features, by_feature=by_feature, total=total)
 
     def is_like(self, other: Norm) -> bool:
         """Whether both norms do the same with the features of a single head, but for the values of scale and bias."""
@@ -364,9 +363,8 @@ class MLP(nnx.Module):
     @part(Part.MLP)
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [batch, seq, hidden]: the same shape."""
-        first = self.gate_up if self.spec.gated else self.up
-        ring = ring_of(x, self.runtime)
-        if ring is not None and self._each_feature_alone() and first.is_plain and self.down.is_plain:
+        first, ring = self._first, self.ring(x)
+        if ring is not None:
             return ring_mlp(x, first.arrays, self.down.arrays, self._activate, ring)
         x = with_whole_rows(x, self.runtime)
         if self.runtime.trains and self.spec.gated:
@@ -379,6 +377,15 @@ class MLP(nnx.Module):
             inner = self.inner_norm(inner)
         inner = self.runtime.placement.constrain(inner, axes.BATCH, axes.SEQUENCE, axes.MLP)
         return self.down(inner)
+
+    def ring(self, x: jax.Array) -> Ring | None:
+        """The devices that exchange the rows of x [batch, seq, hidden] while they multiply, if they do."""
+        plain = self._each_feature_alone() and self._first.is_plain and self.down.is_plain
+        return ring_of(x, self.runtime) if plain else None
+
+    @property
+    def _first(self) -> Linear:
+        return self.gate_up if self.spec.gated else self.up
 
     def _activate(self, raised: jax.Array) -> jax.Array:
         """From the first product [batch, rows, mlp], or of gate and up [batch, rows, 2, mlp]: [batch, rows, mlp]."""

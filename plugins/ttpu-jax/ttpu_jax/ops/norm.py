@@ -19,6 +19,7 @@ def normalize(
     axes: int = 1,
     features: int | None = None,
     by_feature: bool = False,
+    total: jax.Array | None = None,
 ) -> jax.Array:
     """Normalise over the last `axes` axes and return an array of the same shape and dtype.
 
@@ -35,6 +36,7 @@ def normalize(
         by_feature: compute the root for each feature in place of once for each row. XLA:TPU does that within the
             operation that reads the result, where a root for each row is an operation of its own. The values are the
             same.
+        total: float32 [..., 1], `sum_of_squares` of x, if it is there already; for RMSNorm over the last axis.
     """
     if spec.kind == "none":
         return x
@@ -43,7 +45,8 @@ def normalize(
     if spec.kind == "layer":
         value = value - value.mean(dims, keepdims=True)
     square = value * value
-    total = square.sum(dims, keepdims=True)
+    if total is None:
+        total = square.sum(dims, keepdims=True)
     if by_feature:  # adds zeros, which differ from feature to feature as far as XLA can see
         total = total + jax.lax.stop_gradient(jnp.minimum(square, 0))
     mean = total / (features or prod(x.shape[dim] for dim in dims))
@@ -52,6 +55,12 @@ def normalize(
         value = _affine(value, spec, scale, bias)
         return value.astype(x.dtype)
     return _affine(value.astype(x.dtype), spec, scale, bias).astype(x.dtype)
+
+
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """Of the features of x [..., features]: float32 [..., 1]."""
+    value = x.astype(jnp.float32)
+    return (value * value).sum(-1, keepdims=True)
 
 
 def _affine(value: jax.Array, spec: NormSpec, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
