@@ -201,12 +201,21 @@ def test_open_config_takes_a_file_or_a_directory(folder: Path) -> None:
 def test_a_path_that_is_no_checkpoint_directory_is_refused(tmp_path: Path) -> None:
     assert "no such directory" in refusal(lambda: open_checkpoint(tmp_path / "missing"))
     assert "no such directory" in refusal(lambda: open_checkpoint("./org/name"))
+    assert "no such file: pass an existing directory" in refusal(lambda: open_checkpoint(str(tmp_path / "no.json")))
+    assert "no such file: pass an existing directory" in refusal(lambda: open_checkpoint("missing/config.json"))
     assert "has no config.json among no files" in refusal(lambda: open_checkpoint(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "it is an adapter" in refusal(lambda: open_checkpoint(tmp_path))
     file = tmp_path / "adapter_config.json"
     assert f"pass the directory {tmp_path}" in refusal(lambda: open_checkpoint(file))
     assert "leave revision out" in refusal(lambda: open_checkpoint(tmp_path, revision="main"))
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "checkpoints/20"])
+def test_a_training_run_is_refused_with_the_command_that_writes_its_model(tmp_path: Path, part: str) -> None:
+    (tmp_path / "checkpoints" / "20" / "model").mkdir(parents=True)
+    said = refusal(lambda: open_checkpoint(tmp_path / part))
+    assert f"it is a training run, whose model `ttpu export {tmp_path} --out DIR` writes" in said
 
 
 @pytest.mark.parametrize(

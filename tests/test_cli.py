@@ -1,8 +1,10 @@
 """What the command line promises: results on stdout and nothing else there, exit statuses, one sentence for an error,
 and no import of what a command does not need. A backend made for the test stands in for a real one until the end."""
 
+import gc
 import io
 import json
+import logging
 import os
 import pty
 import select
@@ -26,8 +28,10 @@ import ttpu
 from ttpu_core import registry as registry_module
 from ttpu_core.auto import AutoModelForTPU
 from ttpu_core.cli.console import LoadProgress, in_bytes
+from ttpu_core.cli.interrupts import repeat_lost_interrupts
 from ttpu_core.cli.main import app
 from ttpu_core.cli.parameters import made_of
+from ttpu_core.default_device import leave_out_default_device
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_core.mapping import Concat, Stack, Tensor
 from ttpu_core.registry import Registry, default_registry
@@ -270,6 +274,21 @@ def test_ctrl_c_exits_130_without_a_traceback(checkpoint: Path) -> None:
     stdout, stderr = running.communicate(timeout=60)
     assert (running.returncode, stderr) == (130, "")
     assert stdout.endswith("\n")  # whatever comes next starts on a line of its own
+
+
+def test_ctrl_c_while_garbage_is_collected_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)  # its exception ends here, as in JAX's callback
+
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: told.append(dropped.exc_type))
+    repeat_lost_interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        gc.callbacks.append(interrupt)
+        gc.collect()
+        time.sleep(20)
+    assert told == []
 
 
 def test_a_pipe_that_is_closed_early_is_not_an_error_message(checkpoint: Path) -> None:
@@ -963,6 +982,13 @@ def test_jax_chats_until_the_context_is_full_and_can_start_again(checkpoint: Pat
     assert finished.stderr == ""
     full = run("chat", checkpoint, "--deterministic", stdin="hi\nand?\n", status=2)
     assert "context holds 256" in one_sentence(full.stderr)
+
+
+def test_the_default_device_of_torch_xla_is_left_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    leave_out_default_device()
+    logging.warning("Defaulting to PJRT_DEVICE=CPU")
+    logging.warning("Setting PJRT_DEVICE=TPU")
+    assert caplog.messages == ["Setting PJRT_DEVICE=TPU"]
 
 
 def test_jax_refuses_damaged_weights_and_unknown_options_with_one_sentence(tmp_path: Path, jax_backend: None) -> None:

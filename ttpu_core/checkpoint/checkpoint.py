@@ -19,6 +19,8 @@ from ttpu_core.errors import CheckpointError, MissingDependencyError
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+RUN_CHECKPOINTS = "checkpoints"
+"""The folder of a training run with a folder for each saved step."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
@@ -134,6 +136,11 @@ def open_checkpoint(path_or_id: str | Path, *, revision: str | None = None) -> C
             f"{path} was asked for as a checkpoint, but it is a file and a checkpoint is a directory with a "
             f"config.json and safetensors files: pass the directory {path.parent}."
         )
+    elif path.suffix == ".json":
+        raise CheckpointError(
+            f"{path_or_id} was asked for as a checkpoint, but there is no such file: pass an existing directory with a "
+            f"{CONFIG}, that file itself where no weights are needed, or a Hub id of the form org/name."
+        )
     elif isinstance(path_or_id, str) and _HUB_ID.fullmatch(path_or_id):
         path = _download(path_or_id, revision)
     else:
@@ -164,13 +171,26 @@ def open_config(path: str | Path) -> ModelConfig:
         return ModelConfig.from_file(path)
     if not (path / CONFIG).is_file():
         hint = ""
+        run = _training_run(path)
         if (path / "adapter_config.json").is_file():
             hint = " (it is an adapter, which needs merging into its base model first)"
+        elif run is not None:
+            hint = f" (it is a training run, whose model `ttpu export {shlex.quote(str(run))} --out DIR` writes)"
         raise CheckpointError(
             f"{path} was asked for as a checkpoint, but it has no {CONFIG}{hint} among "
             f"{_listed(_file_names(path))}: pass the directory that holds the model's {CONFIG}."
         )
     return ModelConfig.from_file(path / CONFIG)
+
+
+def _training_run(path: Path) -> Path | None:
+    """The output_dir of the run of ttpu's trainer that a folder is, or is a checkpoint of; None if it is neither."""
+    if path.parent.name == RUN_CHECKPOINTS and path.name.isdecimal():
+        return path.parent.parent
+    folder = path if path.name == RUN_CHECKPOINTS else path / RUN_CHECKPOINTS
+    if folder.is_dir() and any(each.name.isdecimal() for each in folder.iterdir()):
+        return folder.parent
+    return None
 
 
 def _find_weights(checkpoint: Checkpoint) -> Path:

@@ -13,8 +13,10 @@ from ttpu_core.cli.commands import CONTEXT_SETTINGS, CommandGroup
 from ttpu_core.cli.doctor import doctor
 from ttpu_core.cli.generate import generate
 from ttpu_core.cli.info import info
+from ttpu_core.cli.interrupts import repeat_lost_interrupts
 from ttpu_core.cli.list_plugins import list_plugins
 from ttpu_core.cli.parameters import parameters
+from ttpu_core.default_device import leave_out_default_device
 from ttpu_core.processes import is_one_of_several, leave_at_once
 
 app = typer.Typer(
@@ -54,6 +56,8 @@ def options(
 
 def main() -> None:
     """Run the command line; ends by SystemExit with the status."""
+    repeat_lost_interrupts()
+    leave_out_default_device()
     # Generated text may hold characters that a terminal's encoding lacks; they are better escaped than fatal.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -265,6 +265,7 @@ def options_from(
     options = GenerationOptions(**values)
     options.sampling()  # refuse bad values now, before anything is loaded or compiled
     _check_sequences(options)
+    _check_lengths(options, given)
     return options
 
 
@@ -290,6 +291,24 @@ def _check_sequences(options: GenerationOptions) -> None:
         raise RequestError(
             f"logprobs={options.logprobs} was asked for with num_beams={beams}, which chooses no tokens one by one: "
             "pass output_scores=True instead."
+        )
+
+
+def _check_lengths(options: GenerationOptions, given: Mapping[str, Any]) -> None:
+    """Refuse a smallest length that the caller asked for above the largest."""
+    fewest, most = options.min_new_tokens, options.max_new_tokens
+    if most is None and options.max_length is None:
+        most = options.usual_new_tokens or DEFAULT_MAX_NEW_TOKENS
+    if "min_new_tokens" in given and fewest is not None and most is not None and fewest > most:
+        raise RequestError(
+            f"min_new_tokens={fewest} was asked for, but at most {most} new tokens are generated: raise "
+            "max_new_tokens, or lower min_new_tokens."
+        )
+    total = options.max_length if options.max_new_tokens is None else None
+    if "min_length" in given and fewest is None and total is not None and options.min_length > total:
+        raise RequestError(
+            f"min_length={options.min_length} was asked for, but max_length is {total}: raise max_length, or lower "
+            "min_length."
         )
 
 

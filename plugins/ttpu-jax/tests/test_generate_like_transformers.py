@@ -446,6 +446,9 @@ def test_what_cannot_check_guesses_is_refused(pair: SimpleNamespace, tmp_path: P
     ("arguments", "message"),
     [
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 .* at most 8 new tokens are generated"),
+        ({"min_new_tokens": 200}, "min_new_tokens=200 .* at most 128 new tokens are generated"),
+        ({"min_length": 21, "max_length": 20}, "min_length=21 .* but max_length is 20"),
         ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size is 1.5"),
         ({"typical_p": 0.0}, "typical_p is 0.0"),
         ({"bad_words_ids": [3]}, "list of non-empty lists of token ids"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_xla
 from once import once
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -27,6 +30,7 @@ from transformers import (
 )
 
 from ttpu import AutoModelForTPU
+from ttpu_core.default_device import WORDS, _is_kept
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, UnsupportedError
 from ttpu_torch_xla.patches.patch import active
 from ttpu_torch_xla.runtime import current
@@ -75,6 +79,12 @@ def test_what_comes_back_is_the_stock_model_with_its_description(llama: Path) ->
     assert (model.ttpu.architecture.spec.model_type, model.ttpu.attention) == ("llama", "eager")
     assert {patch.target for patch in model.ttpu.patches} <= set(active())
     torch.testing.assert_close(logits(model), logits(stock(llama)), rtol=1e-5, atol=1e-6)
+
+
+def test_the_line_that_is_left_out_of_the_log_is_torch_xlas() -> None:
+    source = inspect.getsource(torch_xla.runtime._maybe_select_default_device)
+    assert f"logging.warning('{WORDS}')" in source
+    assert _is_kept in logging.getLogger().filters  # since ttpu_torch_xla was imported
 
 
 def test_patches_go_with_the_last_model_that_needs_them(llama: Path) -> None:

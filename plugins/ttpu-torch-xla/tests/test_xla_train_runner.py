@@ -26,6 +26,7 @@ from ttpu_torch_xla.train.loss import balance_coefficient
 from ttpu_torch_xla.train.parameters import matches, paths_of, trained_names
 from ttpu_torch_xla.train.runner import TorchXlaTrainRunner
 from ttpu_torch_xla.train.schedule import share_of
+from ttpu_train.adapters import AdapterSettings
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.export import export_run
 from ttpu_train.objectives import DPO
@@ -364,6 +365,7 @@ def test_the_trainer_trains_evaluates_and_resumes(checkpoint: Path, tmp_path: Pa
     ("settings", "message"),
     [
         ({"objective": DPO()}, "objective=DPO.* training on the torch_xla backend knows nothing of it"),
+        ({"adapters": AdapterSettings("all-linear")}, "^adapters were asked for .* or use backend='jax'"),
         ({"loss": LossSettings(tokens_at_once=8)}, "tokens_at_once=8 was asked for"),
         ({"optimizer": OptimizerSettings("lion")}, "the optimizer 'lion' .* has adamw, sgd"),
         ({"optimizer": OptimizerSettings(schedule=ScheduleSettings("polynomial"))}, "the schedule 'polynomial'"),  # type: ignore[arg-type]

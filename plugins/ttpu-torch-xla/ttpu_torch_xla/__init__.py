@@ -1,0 +1,3 @@
+from ttpu_core.default_device import leave_out_default_device
+
+leave_out_default_device()  # before a module imports transformers, and that torch_xla

@@ -418,6 +418,11 @@ def _refuse_unknown(settings: Any, known: tuple[str, ...]) -> None:
     for one in fields(settings):
         value = getattr(settings, one.name)
         usual = one.default_factory() if one.default_factory is not MISSING else one.default
+        if one.name == "adapters" and value is not None:
+            raise UnsupportedError(
+                "adapters were asked for (peft_config or adapter_name_or_path), but the torch_xla backend trains whole "
+                "weights only: leave them out, or use backend='jax'."
+            )
         if one.name not in known and value != usual:
             raise UnsupportedError(
                 f"{one.name}={value!r} was asked for, but training on the torch_xla backend knows nothing of it: leave "
