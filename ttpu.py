@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ttpu_core.auto import AutoModelForTPU
-    from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams
+    from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams, StructuredOutputsParams
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.beam_search import BeamSearchParams
     from ttpu_serve.api.engine_args import EngineArgs
@@ -28,6 +28,7 @@ _EXPORTS = {
     "LLM": "ttpu_serve.api.llm",
     "LoRARequest": "ttpu_serve.api.lora_request",
     "SamplingParams": "ttpu_core.generation.sampling_params",
+    "StructuredOutputsParams": "ttpu_core.generation.sampling_params",
     "Trainer": "ttpu_train.trainer",
     "TrainerCallback": "ttpu_train.callbacks",
     "TrainingArguments": "ttpu_train.arguments",
@@ -43,6 +44,7 @@ __all__ = [
     "GuidedDecoding",
     "LoRARequest",
     "SamplingParams",
+    "StructuredOutputsParams",
     "Trainer",
     "TrainerCallback",
     "TrainingArguments",

@@ -47,6 +47,10 @@ class RequestError(TTPUError, ValueError):
         self.param, self.code = param, code
 
 
+class BusyError(RequestError):
+    """A request for what others use: the same request may succeed when they are done."""
+
+
 class MissingDependencyError(TTPUError, ImportError):
     """A command or class needs a distribution that is not installed. The message contains the `pip install` command."""
 

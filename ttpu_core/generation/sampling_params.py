@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,33 @@ class GuidedDecoding:
 
 
 @dataclass(frozen=True)
+class StructuredOutputsParams:
+    """vLLM's name and form of `GuidedDecoding`: exactly one of these. `json_object` asks for any JSON object."""
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            RequestError: none or several of the fields are given, or `choice` has an empty text.
+        """
+        if self.json is not None and self.json_object:
+            raise RequestError("structured_outputs has json and json_object, but follows one of them: leave one out.")
+        object.__setattr__(self, "choice", self.guided.choice)
+
+    @property
+    def guided(self) -> GuidedDecoding:
+        """The same as the engine takes it."""
+        form = True if self.json is None and self.json_object else self.json
+        return GuidedDecoding(form, self.regex, self.choice, self.grammar)
+
+
+@dataclass(frozen=True)
 class SamplingParams(TokenChoice):
     """How one request wants its tokens chosen, and when to stop; names are vLLM's and OpenAI's.
 
@@ -74,7 +101,7 @@ class SamplingParams(TokenChoice):
     allowed_token_ids: no other token is ever chosen.
     bad_words: texts, or sequences of token ids, that the output never completes. A text is forbidden as the tokenizer
     writes it with a space before it and without.
-    guided: what the output must match.
+    guided: what the output must match; `structured_outputs` is the same in vLLM's form, a StructuredOutputsParams.
     detokenize: False leaves out text, and stop strings with it.
     """
 
@@ -93,6 +120,7 @@ class SamplingParams(TokenChoice):
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Convert values to the types of the fields and check them.
@@ -124,10 +152,34 @@ class SamplingParams(TokenChoice):
             raise RequestError(
                 f"guided is {self.guided!r}, but a GuidedDecoding, or a mapping of its fields, is needed."
             )
+        self._read_structured_outputs(put)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}: it must be True or False.")
         self.validate()
+
+    def _read_structured_outputs(self, put: Callable[[str, Any], None]) -> None:
+        """Set `guided` to what `structured_outputs` asks for."""
+        asked = self.structured_outputs
+        if asked is None:
+            return
+        if isinstance(asked, Mapping):
+            unknown = sorted(set(asked) - set(StructuredOutputsParams.__dataclass_fields__))
+            if unknown:
+                raise RequestError(
+                    f"structured_outputs has {', '.join(unknown)}, but json, regex, choice, grammar and json_object "
+                    "are known: leave the others out."
+                )
+            asked = StructuredOutputsParams(**asked)
+            put("structured_outputs", asked)
+        if not isinstance(asked, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs is {asked!r}, but a StructuredOutputsParams, or a mapping of its fields, is "
+                "needed: pass one."
+            )
+        if self.guided not in (None, asked.guided):
+            raise RequestError("guided and structured_outputs were both given, two names of one setting: pass one.")
+        put("guided", asked.guided)
 
     def validate(self) -> None:
         """Check the values.

@@ -327,7 +327,7 @@ def test_an_engine_that_stopped_refuses_calls_and_can_be_closed_again(bytes_toke
         engine.start()
         await engine.shutdown(1)
         engine.close()
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineDeadError, match="shut down for good: make another one"):
             await engine.submit("say: hello", SamplingParams())
 
     asyncio.run(scenario())

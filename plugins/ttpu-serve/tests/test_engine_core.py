@@ -172,6 +172,9 @@ def test_prompts_may_be_what_vllm_takes(llm: LLM) -> None:
     [
         {"guided": "x"},
         {"guided": {"xml": "x"}},
+        {"structured_outputs": "x"},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"structured_outputs": {"regex": "a"}, "guided": {"regex": "b"}},
         {"stop": 5},
         {"stop_token_ids": 3},
         {"logit_bias": [1]},

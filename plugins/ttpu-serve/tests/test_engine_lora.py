@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from test_padded import LAYERS, architecture
 
 from ttpu import AutoModelForTPU
-from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError, UnsupportedError
+from ttpu_core.errors import BusyError, CheckpointError, MappingError, RequestError, TTPUError, UnsupportedError
 from ttpu_core.mapping import gather
 from ttpu_core.mapping.layout import standard_mapping
 from ttpu_core.sharding.padding import pad_architecture
@@ -35,6 +35,7 @@ from ttpu_serve.adapters.files import read_adapter
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.runner import LowRankUpdate
+from ttpu_serve.server.errors import as_api_error
 
 pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
 
@@ -219,8 +220,9 @@ def test_a_running_request_finishes_with_the_adapter_that_it_started_with(
         collect(engine, tokens)
     engine.load_adapter("changing", str(adapters["other"].path))
     late = add(engine, PROMPTS[0], adapter="changing")
-    with pytest.raises(RequestError, match="requests still use"):
+    with pytest.raises(BusyError, match="requests still use") as refused:
         engine.load_adapter("some", str(adapters["some"].path))
+    assert as_api_error(refused.value).status == 409
     before, after = finish(engine, [early, late], tokens)
     assert_merged(oracle, adapters["patterns"].merged, [PROMPTS[0]], [before])
     assert_merged(oracle, adapters["other"].merged, [PROMPTS[0]], [after])

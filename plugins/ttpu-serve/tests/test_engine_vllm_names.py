@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import tiny
 
-from ttpu import LLM, AutoModelForTPU, BeamSearchParams, EngineArgs, LoRARequest, SamplingParams
+from ttpu import (
+    LLM,
+    AutoModelForTPU,
+    BeamSearchParams,
+    EngineArgs,
+    GuidedDecoding,
+    LoRARequest,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13]]
@@ -140,6 +149,36 @@ def test_sampling_is_the_checkpoints_where_none_is_given(llm: LLM, checkpoint: P
         file.write_text(before)
 
 
+@pytest.mark.parametrize(
+    ("asked", "same"),
+    [
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"json": {"type": "integer"}}, {"json": {"type": "integer"}}),
+        ({"json_object": True}, {"json": True}),
+        ({"regex": "[0-9]"}, {"regex": "[0-9]"}),
+        ({"grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+    ],
+)
+def test_structured_outputs_are_guided_decoding(asked: dict[str, Any], same: dict[str, Any]) -> None:
+    for given in (StructuredOutputsParams(**asked), asked):
+        params = SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
+        assert params.guided == GuidedDecoding(**same)
+        assert replace(params, seed=1).guided == params.of_sequence(1).guided == params.guided
+    for wrong in ({}, {**asked, "regex": "b", "choice": ["c"]}, {"json": {}, "json_object": True}):
+        with pytest.raises(RequestError):
+            StructuredOutputsParams(**wrong)
+
+
+def test_the_text_of_a_stop_token_is_included_where_that_is_asked_for(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], replace(GREEDY, ignore_eos=True))[0].outputs[0]
+    stop = whole.token_ids[0]
+    for included in (False, True):
+        asked = replace(GREEDY, stop_token_ids=(stop,), include_stop_str_in_output=included)
+        found = llm.generate(PROMPTS[0], asked)[0].outputs[0]
+        assert (found.token_ids, found.finish_reason, found.stop_reason) == ([stop], "stop", stop)
+        assert found.text == (llm.get_tokenizer().decode([stop]) if included else "")
+
+
 def test_pooled_outputs_are_where_vllm_has_them(llm: LLM) -> None:
     embedded, scored = llm.embed("ab")[0], llm.score("ab", "ab", pooling="mean")[0]
     assert embedded.outputs.embedding is embedded.embedding and embedded.outputs.data is embedded.embedding
@@ -190,7 +229,8 @@ def test_scores_are_cosines(llm: LLM) -> None:
     vectors = [output.embedding for output in llm.encode([one, *several], pooling="mean")]
     np.testing.assert_allclose(scores, [vectors[0] @ vector for vector in vectors[1:]], atol=1e-6)
     assert scores[0] == pytest.approx(1.0) and scores[1] < 0.999
-    assert len(llm.score(several, several, pooling="mean")) == 3
+    assert len({output.request_id for output in llm.score(several, several, pooling="mean")}) == 3
+    assert len({output.request_id for output in llm.score(one, several, pooling="mean")}) == 3
     with pytest.raises(RequestError, match="2 texts were to be compared with 3"):
         llm.score(["a", "b"], several, pooling="mean")
     with pytest.raises(RequestError, match="no embedding model"):

@@ -235,6 +235,9 @@ def test_administration_only_where_it_is_enabled(bytes_tokenizer: Any, tmp_path:
         assert http.post("/v1/load_lora_adapter", json=too_long).status_code == 400
         assert http.post("/v1/load_lora_adapter", json=load | {"lora_name": "fake"}).status_code == 400
         assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
+        assert http.post("/v1/load_lora_adapter", json=load | {"load_inplace": False}).status_code == 400
+        replaced = http.post("/v1/load_lora_adapter", json=load | {"load_inplace": True})
+        assert replaced.status_code == 200 and "x-ttpu-warning" not in replaced.headers
         assert http.post("/v1/chat/completions", json=HELLO | {"model": "poet"}).status_code == 200
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).status_code == 200
         gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})

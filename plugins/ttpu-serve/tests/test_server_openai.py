@@ -423,6 +423,15 @@ def test_offsets_count_special_tokens_only_where_the_text_has_them(client: Any) 
     assert written.logprobs.text_offset[-1] == 2
 
 
+def test_bytes_that_are_no_character_are_counted_before_the_token_after_them(client: Any) -> None:
+    ids = [*b"a\xc3b\xe2\x82c", *"é".encode(), *b"d"]
+    asked: Any = {"model": "main", "prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
+    echoed = client.completions.create(**asked).choices[0]
+    assert echoed.text == "a\ufffdb\ufffdcéd"
+    # Bytes of one character, whole or not, begin where it does.
+    assert echoed.logprobs.text_offset == [0, 1, 2, 3, 3, 4, 5, 5, 6]
+
+
 def test_a_prompt_alone_can_be_scored(client: Any) -> None:
     answer = client.completions.create(model="main", prompt="say: h", echo=True, logprobs=0, max_tokens=0)
     assert answer.choices[0].text == "say: h" and len(answer.choices[0].logprobs.tokens) == 6

@@ -406,6 +406,7 @@ class AdapterSlots(Protocol):
         """Load an adapter, replacing one of the same name. `busy` holds the numbers that requests still use.
 
         Raises:
+            BusyError: requests still use the slots that are not taken.
             RequestError: no slot is free, or the rank exceeds the maximum.
         """
         ...

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_core.errors import MappingError, RequestError, UnsupportedError
+from ttpu_core.errors import BusyError, MappingError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping
 from ttpu_jax.ops.kernels import LowRankKernel, QuantizedKernel
 from ttpu_jax.params.adapter_sites import Site, is_reached, make_site, reached_tensors
@@ -60,6 +60,7 @@ class Adapters:
         use.
 
         Raises:
+            BusyError: requests still use the room that is not taken.
             RequestError: no room, or a rank above `rank`.
         """
         if not isinstance(name, str) or not name:
@@ -90,11 +91,13 @@ class Adapters:
         for number in range(1, self.capacity + 1):
             if number not in others and number not in busy:
                 return number
-        using = "requests still use the others" if len(others) < self.capacity else "unload one"
-        raise RequestError(
-            f"the adapter {name!r} was to be loaded, but this engine has room for {self.capacity} and holds "
-            f"{', '.join(self.names) or 'none'} ({using}): try again later, or raise max_adapters."
-        )
+        found = f"this engine has room for {self.capacity} and holds {', '.join(self.names) or 'none'}"
+        if len(others) < self.capacity:
+            raise BusyError(
+                f"the adapter {name!r} was to be loaded, but {found}, and requests still use the other places: try "
+                "again later, or raise max_adapters."
+            )
+        raise RequestError(f"the adapter {name!r} was to be loaded, but {found}: unload one, or raise max_adapters.")
 
 
 def load_adapters(

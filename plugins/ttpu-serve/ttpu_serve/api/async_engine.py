@@ -443,7 +443,10 @@ class AsyncEngine:
         """
         if self.error is not None:
             raise EngineDeadError(f"the engine failed and serves nothing any more ({self.error}): start it again.")
-        if self._stopped or not self._thread.is_alive():
+        running = self._thread.is_alive() and not self._stopped
+        if not running and self._closing:
+            raise EngineDeadError("the engine was asked to work, but it was shut down for good: make another one.")
+        if not running:
             raise EngineDeadError("the engine was asked to work, but it is not running: call start().")
 
     def check_accepting(self, *, goes_on: bool = False) -> None:

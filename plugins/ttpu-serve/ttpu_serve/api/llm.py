@@ -279,9 +279,10 @@ class LLM:
         first, second = _prompts(text_1), _prompts(text_2)
         pairs = paired(len(first), len(second))
         found = self.embed([*first, *second], pooling=pooling or "auto", adapter=adapter, use_tqdm=use_tqdm)
+        both = ((found[one], found[len(first) + other]) for one, other in pairs)
         return [
-            ScoreOutput(found[one].request_id, cosine(found[one].embedding, found[len(first) + other].embedding))
-            for one, other in pairs
+            ScoreOutput(f"{one.request_id}_{other.request_id}", cosine(one.embedding, other.embedding))
+            for one, other in both
         ]
 
     def classify(self, prompts: PromptInput | Sequence[PromptInput], **options: Any) -> NoReturn:

@@ -70,17 +70,14 @@ class SequenceOutput:
                 self._new_logprobs.append(logprobs[number])
             if token in self.request.stop_ids or token in params.stop_token_ids:
                 self.stop_reason = token if token in params.stop_token_ids else None
+                if params.include_stop_str_in_output:  # as in vLLM, of stop tokens too; special ones have no text
+                    self._add_text(token, generated)
                 self._end("stop")
                 return number + 1
-            if self.text is not None:
-                self.text.armed = generated >= params.min_tokens
-                self._new_text += self.text.push(token)
-                if self.text.stopped_by is not None:
-                    self.stop_reason = self.text.stopped_by
-                    if params.include_stop_str_in_output:
-                        self._new_text += self.text.stopped_by
-                    self._end("stop")
-                    return number + 1
+            self._add_text(token, generated)
+            if self.text is not None and self.text.stopped:
+                self._end("stop")
+                return number + 1
             last = generated >= self.request.max_output
             if self.guide is not None and (last or not self.guide_beside):
                 self._follow_guide(self.guide.advance([token]))
@@ -190,6 +187,18 @@ class SequenceOutput:
         for row, token in enumerate(targets):
             tops = top_tokens[row], top_logprobs[row]
             self.prompt_logprobs.append(self.logprobs_of(token, float(logprobs[row]), *tops, count))
+
+    def _add_text(self, token: int, generated: int) -> None:
+        """Add a token's text; sets `stop_reason` if a stop string ends in it."""
+        if self.text is None:
+            return
+        params = self.request.params
+        self.text.armed = generated >= params.min_tokens
+        self._new_text += self.text.push(token)
+        if self.text.stopped_by is not None:
+            self.stop_reason = self.text.stopped_by
+            if params.include_stop_str_in_output:
+                self._new_text += self.text.stopped_by
 
     def _follow_guide(self, taken: int) -> None:
         guide = self.guide

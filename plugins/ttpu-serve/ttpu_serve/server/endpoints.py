@@ -27,10 +27,12 @@ RECENT_SECONDS = 60.0
 
 
 class LoadAdapter(Body):
-    """The body of /v1/load_lora_adapter: a LoRA adapter in PEFT's format on the server's disk."""
+    """The body of /v1/load_lora_adapter: a LoRA adapter in PEFT's format on the server's disk. It replaces one of the
+    same name, unless `load_inplace` is false."""
 
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(max_length=4096)
+    load_inplace: bool | None = None
 
 
 class UnloadAdapter(Body):
@@ -263,6 +265,12 @@ def admin(service: Service) -> APIRouter:
         """Load an adapter and serve it as a model of that name."""
         if body.lora_name in service.names:
             raise ApiError(f"{body.lora_name!r} is the model's own name: choose another.", param="lora_name")
+        if body.load_inplace is False and body.lora_name in service.adapters:
+            raise ApiError(
+                f"the adapter {body.lora_name!r} was to be loaded with load_inplace false, but one of that name is: "
+                "leave load_inplace out to replace it, or choose another name.",
+                param="lora_name",
+            )
         # Files are read beside the engine's steps, not between two of them.
         return await done(await asyncio.to_thread(engine.core.prepare_adapter, body.lora_name, body.lora_path))
 

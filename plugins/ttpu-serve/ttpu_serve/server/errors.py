@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from ttpu_core.errors import RequestError, TTPUError
+from ttpu_core.errors import BusyError, RequestError, TTPUError
 from ttpu_serve.api.output_queue import EngineClosingError, EngineDeadError, RequestFailedError, RequestTimeoutError
 from ttpu_serve.execution.errors import QueueFullError
 
@@ -27,6 +27,7 @@ _JSON_TYPE = re.compile(r"application/([\w.+-]+\+)?json\s*(;|$)", re.IGNORECASE)
 
 _KINDS: tuple[tuple[type[TTPUError], int, str, str | None], ...] = (
     (QueueFullError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (BusyError, 409, "conflict_error", "busy"),
     (RequestTimeoutError, 408, "timeout_error", "request_timeout"),
     (EngineClosingError, 503, "service_unavailable_error", "shutting_down"),
     (EngineDeadError, 503, "service_unavailable_error", "engine_dead"),

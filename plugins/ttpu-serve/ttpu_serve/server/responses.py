@@ -106,6 +106,7 @@ class CompletionLogprobs:
         told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, one in zip(ids, logprobs, strict=False):
             text = self.tokens.text_of(token)
+            self.offset += self._lost(token)
             told["tokens"].append(self._name(token))
             told["text_offset"].append(self.offset)
             told["token_logprobs"].append(None if one is None else finite(one[token].logprob))
@@ -118,6 +119,19 @@ class CompletionLogprobs:
 
     def _name(self, token: int) -> str:
         return as_id(token) if self.as_ids else self.tokens.text_of(token)
+
+    def _lost(self, token: int) -> int:
+        """Return the number of characters U+FFFD that earlier bytes turn out to be, which wait for more of their
+        character, and which this token does not go on with."""
+        held, following = self._decoder.getstate()[0], self.tokens.bytes_of(token)[:1]
+        if not held or not following or self.tokens.ends(token):
+            return 0
+        try:
+            codecs.getincrementaldecoder("utf-8")("strict").decode(held + following)
+        except UnicodeDecodeError:
+            self._decoder = _utf8()
+            return len(held.decode(errors="replace"))
+        return 0
 
     def _characters(self, token: int, text: str, echoed: str | None) -> int:
         """Return the number of characters that a token adds to the text; 0 while its last character is incomplete."""
