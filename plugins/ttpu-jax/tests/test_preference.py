@@ -207,7 +207,7 @@ def test_a_trainer_compares_with_the_model_before_training_and_resumes_bit_for_b
             method="dpo",
             beta=0.5,
             train_dataset=[{"prompt": "a", "chosen": "b" * (1 + number), "rejected": "c d"} for number in range(6)],
-            eval_dataset=[{"prompt": "a", "chosen": "b", "rejected": "c d"}],
+            eval_dataset={"held": [{"prompt": "a", "chosen": "b", "rejected": "c d"}]},
             tokenizer=tokenizer,
             output_dir=tmp_path / folder,
             cache_dir=tmp_path,
@@ -229,7 +229,7 @@ def test_a_trainer_compares_with_the_model_before_training_and_resumes_bit_for_b
     assert abs(lines[0]["rewards/margins"]) < 1e-5 < lines[-1]["rewards/margins"]
     metrics = whole.evaluate()
     assert metrics["eval_rewards/accuracies"] == 1 and metrics["eval_loss"] < np.log(2)
-    assert "eval_perplexity" not in metrics
+    assert "eval_perplexity" not in metrics and metrics["eval_held_loss"] == metrics["eval_loss"]
     ended("parts", max_steps=2)
     _, resumed = ended("parts", max_steps=4, resume_from_checkpoint=True)
     for path, value in expected.items():

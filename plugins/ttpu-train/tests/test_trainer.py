@@ -317,6 +317,23 @@ def test_metrics_of_the_user_join_an_evaluation(backend: NumpyBackend, tmp_path:
     assert runner.evaluated == runner.predicted
 
 
+def test_datasets_of_a_mapping_are_evaluated_by_name_and_together(backend: NumpyBackend, tmp_path: Path) -> None:
+    data = {"a": examples(6, 1), "b": iter(examples(5, 2))}
+    stops = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=1)], **BEST, "metric_for_best_model": "b_loss"}
+    one = trainer(tmp_path, **stops, eval_dataset=data, learning_rate=0.5, eval_steps=1, save_steps=1, max_steps=3)
+    assert one.train().global_step == one.state.best_global_step == 3
+    found = one.evaluate()
+    assert found["eval_b_loss"] == pytest.approx(one.state.best_metric)
+    alone, both = one.evaluate(data["a"]), one.evaluate([data["a"], examples(5, 2)])
+    assert {key.replace("eval_a_", "eval_") for key in found if key.startswith("eval_a_")} == set(alone)
+    for key in ("loss", "accuracy", "tokens"):
+        assert found[f"eval_a_{key}"] == pytest.approx(alone[f"eval_{key}"])
+        assert found[f"eval_{key}"] == pytest.approx(both[f"eval_{key}"])
+    one.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
+    measured = one.evaluate({"c": examples(3), "d": examples(4)}, metric_key_prefix="test")
+    assert (measured["test_c_rows"], measured["test_d_rows"]) == (3, 4) and "test_loss" in measured
+
+
 def test_metrics_may_be_numbers_of_numpy(backend: NumpyBackend, tmp_path: Path) -> None:
     def measured(prediction: Any) -> dict[str, Any]:
         return {"top": prediction.predictions.max(), "count": np.int64(3), "each": np.arange(2)}

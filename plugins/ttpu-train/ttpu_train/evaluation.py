@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,12 +64,43 @@ class PredictionOutput:
     metrics: dict[str, float]
 
 
+@dataclass
+class Totals:
+    """What evaluations of several datasets add up to."""
+
+    values: EvalValues = field(default_factory=lambda: EvalValues(0.0, 0.0, 0.0))
+    seconds: float = 0.0
+
+    def add(self, values: EvalValues, seconds: float) -> None:
+        """Add what one of them gave."""
+        self.values, self.seconds = _sum(self.values, values), self.seconds + seconds
+
+    def metrics(self, runner: TrainRunner, prefix: str) -> dict[str, float]:
+        """Return what `evaluate` gives of all data together.
+
+        Raises:
+            RequestError: no token has a weight.
+        """
+        return _metrics(runner, self.values, prefix, self.seconds)
+
+
 def evaluate(
-    runner: TrainRunner, batches: Iterator[Batch], prefix: str = "eval", progress: Progress | None = None
+    runner: TrainRunner,
+    batches: Iterator[Batch],
+    prefix: str = "eval",
+    progress: Progress | None = None,
+    totals: Totals | None = None,
 ) -> dict[str, float]:
     """Return loss (nats a token), perplexity, accuracy (the share of tokens that were the likeliest), tokens, seconds
     and tokens per second, with the prefix before each name; of an objective, its loss and its figures in place of
     perplexity and accuracy.
+
+    Args:
+        runner: computes it.
+        batches: the rows.
+        prefix: before each metric's name.
+        progress: called with the number of batches so far.
+        totals: that the metrics are added to.
 
     Raises:
         RequestError: no token has a weight.
@@ -85,7 +116,15 @@ def evaluate(
             progress(number)
     for one in flying:
         total = _sum(total, one.values())
-    return _metrics(runner, total, prefix, time.perf_counter() - began)
+    return _counted(runner, total, prefix, time.perf_counter() - began, totals)
+
+
+def _counted(
+    runner: TrainRunner, total: EvalValues, prefix: str, seconds: float, totals: Totals | None
+) -> dict[str, float]:
+    if totals is not None:
+        totals.add(total, seconds)
+    return _metrics(runner, total, prefix, seconds)
 
 
 def _metrics(runner: TrainRunner, total: EvalValues, prefix: str, seconds: float) -> dict[str, float]:
@@ -116,6 +155,7 @@ def predict(
     batches: Iterator[Batch],
     preprocess: Callable[[np.ndarray, np.ndarray], Any] | None = None,
     prefix: str = "test",
+    totals: Totals | None = None,
 ) -> PredictionOutput:
     """The logits of all rows, of several processes too, because metrics must not differ between them; and what
     `evaluate` gives, of the same pass.
@@ -126,6 +166,7 @@ def predict(
         preprocess: called with logits float32 [rows, seq, vocab] and labels [rows, seq] of each batch; what it returns
             is kept in place of the logits.
         prefix: before each metric's name.
+        totals: that the metrics are added to.
 
     Raises:
         RequestError: no token has a weight.
@@ -144,7 +185,7 @@ def predict(
             made, of_batch, rows = (runner.gathered_rows(one) for one in (made, of_batch, rows))
         kept.append(made[rows])
         labels.append(of_batch[rows])
-    metrics = _metrics(runner, total, prefix, time.perf_counter() - began)
+    metrics = _counted(runner, total, prefix, time.perf_counter() - began, totals)
     return PredictionOutput(_joined(kept), _joined(labels), metrics)
 
 

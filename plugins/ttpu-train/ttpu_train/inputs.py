@@ -113,7 +113,14 @@ def make_folder(folder: Path) -> None:
 
 def kept(dataset: Any) -> Any:
     """A dataset that can be read more than once."""
+    if isinstance(dataset, Mapping):
+        return {name: kept(one) for name, one in dataset.items()}
     return list(dataset) if isinstance(dataset, Iterator) else dataset
+
+
+def parts_of(eval_dataset: Any) -> list[Any]:
+    """The datasets that are evaluated one after another: those of a mapping, or the only one."""
+    return list(eval_dataset.values()) if isinstance(eval_dataset, Mapping) else [eval_dataset]
 
 
 def described(model: Any) -> Any:

@@ -23,7 +23,7 @@ from ttpu_train.data.loader import BatchLoader
 from ttpu_train.data.pairs import PairPlanner
 from ttpu_train.deepspeed import merged
 from ttpu_train.distillation import DistillMethod
-from ttpu_train.evaluation import EvalPrediction, PredictionOutput, evaluate, predict
+from ttpu_train.evaluation import EvalPrediction, PredictionOutput, Totals, evaluate, predict
 from ttpu_train.grpo.batches import RolloutBatches
 from ttpu_train.grpo.method import GRPOMethod
 from ttpu_train.grpo.reward_models import RewardModel
@@ -34,6 +34,7 @@ from ttpu_train.inputs import (
     described,
     kept,
     make_folder,
+    parts_of,
     plain_metrics,
     training_backend,
     warn_of_long_rows,
@@ -82,7 +83,8 @@ class Trainer:
         args: how it is trained; or give the fields of `TrainingArguments` by name.
         train_dataset: a file, several files, a `datasets.Dataset`, a sequence of examples, or a mixture of these: see
             docs/training.md. Examples hold text, messages, prompt and completion, or input_ids.
-        eval_dataset: the same, for evaluation.
+        eval_dataset: the same, for evaluation. Those of a mapping are evaluated one by one, and their names are in the
+            metrics (eval_NAME_loss), beside the metrics of all of them together.
         backend: the name of an installed backend; None takes the default.
         processing_class: the tokenizer; None takes the checkpoint's.
         tokenizer: the same.
@@ -256,8 +258,8 @@ class Trainer:
         if isinstance(self.method, PreferenceMethod):
             parts = self.args.gradient_accumulation_steps
             self.method.refer(self._data.planner(self.train_dataset, training=True), runner, parts)
-            if self.eval_dataset is not None:
-                self.method.refer(self._data.planner(self.eval_dataset, training=False), runner, 1)
+            for data in parts_of(self.eval_dataset) if self.eval_dataset is not None else ():
+                self.method.refer(self._data.planner(data, training=False), runner, 1)
         state = self.state
         state.max_steps, state.train_batch_size = total, self._data.rows(training=True) * self.layout.share_count
         passes = total / loader.steps_per_epoch if self.args.max_steps > 0 else self.args.num_train_epochs
@@ -299,7 +301,8 @@ class Trainer:
             )
         warn_of_long_rows(self.args.max_length, spec)
         if with_eval and self.eval_dataset is not None:
-            self._loader(self.eval_dataset, training=False).close()  # what is wrong with the data is said before hours
+            for data in parts_of(self.eval_dataset):
+                self._loader(data, training=False).close()  # what is wrong with the data is said before hours
         seconds_before, tokens_before = state.train_seconds, state.num_input_tokens_seen
         try:
             stopped_by = run.run()
@@ -385,13 +388,22 @@ class Trainer:
         if dataset is None and self._tasks is not None:
             of_tasks = self._tasks.metrics(prefix)
             return of_tasks if data is None else {**self._evaluate(data, prefix), **of_tasks}
-        if self.compute_metrics is not None:
-            return self._predict(data, prefix).metrics
-        return evaluate(self.runner, self._evaluated(data), prefix)
+        if not isinstance(data, Mapping):
+            return self._metrics(data, prefix)
+        totals, metrics = Totals(), {}
+        for name, one in data.items():
+            metrics |= self._metrics(one, f"{prefix}_{name}", totals)
+        return {**totals.metrics(self.runner, prefix), **metrics}
 
-    def _predict(self, data: Any, prefix: str) -> PredictionOutput:
+    def _metrics(self, data: Any, prefix: str, totals: Totals | None = None) -> dict[str, float]:
+        """All metrics of one dataset."""
+        if self.compute_metrics is not None:
+            return self._predict(data, prefix, totals).metrics
+        return evaluate(self.runner, self._evaluated(data), prefix, totals=totals)
+
+    def _predict(self, data: Any, prefix: str, totals: Totals | None = None) -> PredictionOutput:
         """Logits, labels and all metrics of data, of one pass through the model."""
-        predicted = predict(self.runner, self._evaluated(data), self._preprocess, prefix)
+        predicted = predict(self.runner, self._evaluated(data), self._preprocess, prefix, totals)
         if self.compute_metrics is not None:
             given = EvalPrediction(predicted.predictions, predicted.label_ids)
             for key, value in plain_metrics(self.compute_metrics(given)).items():

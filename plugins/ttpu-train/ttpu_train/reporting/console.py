@@ -22,6 +22,8 @@ SHOWN = {
     "skipped_updates": ("skipped updates", "{:,}"),
 }
 """The figures of a line that are printed, with their names and formats."""
+LEFT_OUT = ("_tokens", "_runtime", "_tokens_per_second")
+"""The ends of the names of an evaluation's figures that are not printed."""
 
 
 def line_of(logs: dict[str, Any]) -> str:
@@ -30,9 +32,8 @@ def line_of(logs: dict[str, Any]) -> str:
     more = [
         f"{key} {value:.4g}"
         for key, value in logs.items()
-        if key.startswith("eval_") and key not in SHOWN and key not in ("eval_tokens", "eval_runtime")
-        and key != "eval_tokens_per_second" and isinstance(value, float)
-    ]  # fmt: skip
+        if key.startswith("eval_") and key not in SHOWN and not key.endswith(LEFT_OUT) and isinstance(value, float)
+    ]
     return f"step {logs['step']:,}: " + ", ".join([*figures, *more])
 
 
