@@ -215,7 +215,8 @@ def test_a_path_that_is_no_checkpoint_directory_is_refused(tmp_path: Path) -> No
 def test_a_training_run_is_refused_with_the_command_that_writes_its_model(tmp_path: Path, part: str) -> None:
     (tmp_path / "checkpoints" / "20" / "model").mkdir(parents=True)
     said = refusal(lambda: open_checkpoint(tmp_path / part))
-    assert f"it is a training run, whose model `ttpu export {tmp_path} --out DIR` writes" in said
+    step = " --step 20" if part.endswith("20") else ""
+    assert f"it is a training run, which has no config.json: write its model by `ttpu export {tmp_path}{step}" in said
 
 
 @pytest.mark.parametrize(

@@ -170,12 +170,16 @@ def open_config(path: str | Path) -> ModelConfig:
     if not path.is_dir():
         return ModelConfig.from_file(path)
     if not (path / CONFIG).is_file():
-        hint = ""
         run = _training_run(path)
+        if run is not None:
+            step = f" --step {path.name}" if path.name.isdecimal() and run != path else ""
+            raise CheckpointError(
+                f"{path} was asked for as a checkpoint, but it is a training run, which has no {CONFIG}: write its "
+                f"model by `ttpu export {shlex.quote(str(run))}{step} --out DIR`, and pass DIR."
+            )
+        hint = ""
         if (path / "adapter_config.json").is_file():
             hint = " (it is an adapter, which needs merging into its base model first)"
-        elif run is not None:
-            hint = f" (it is a training run, whose model `ttpu export {shlex.quote(str(run))} --out DIR` writes)"
         raise CheckpointError(
             f"{path} was asked for as a checkpoint, but it has no {CONFIG}{hint} among "
             f"{_listed(_file_names(path))}: pass the directory that holds the model's {CONFIG}."

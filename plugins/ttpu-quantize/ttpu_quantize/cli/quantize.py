@@ -70,8 +70,7 @@ def quantize(
         typer.Option(
             min=1,
             metavar="N",
-            help="Passages of the text, at most.",
-            show_default=str(SAMPLES),
+            help=f"Passages of the text, at most. Without it {SAMPLES}.",
             rich_help_panel=CALIBRATION,
         ),
     ] = None,
@@ -88,23 +87,21 @@ def quantize(
         float | None,
         typer.Option(
             metavar="X",
-            help="GPTQ: share of the mean second moment.",
-            show_default=str(DAMPING),
+            help=f"GPTQ: share of the mean second moment. Without it {DAMPING}.",
             rich_help_panel=CALIBRATION,
         ),
     ] = None,
     actorder: Annotated[
         OrderChoice | None,
         typer.Option(
-            help="GPTQ: inputs as they come, large ones first, or also groups in that order.",
-            show_default=ORDER.value,
+            help="GPTQ: inputs as they come, large ones first (the default), or also groups in that order.",
             rich_help_panel=CALIBRATION,
         ),
     ] = None,
     strength: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="SmoothQuant: from 0 to 1.", show_default=str(STRENGTH), rich_help_panel=CALIBRATION
+            metavar="X", help=f"SmoothQuant: from 0 to 1. Without it {STRENGTH}.", rich_help_panel=CALIBRATION
         ),
     ] = None,
     parallelism_strategy: Annotated[
