@@ -390,7 +390,8 @@ class Trainer:
             return of_tasks if data is None else {**self._evaluate(data, prefix), **of_tasks}
         if not isinstance(data, Mapping):
             return self._metrics(data, prefix)
-        totals, metrics = Totals(), {}
+        totals = Totals()
+        metrics: dict[str, float] = {}
         for name, one in data.items():
             metrics |= self._metrics(one, f"{prefix}_{name}", totals)
         return {**totals.metrics(self.runner, prefix), **metrics}
