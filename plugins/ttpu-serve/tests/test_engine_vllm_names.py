@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ttpu import (
     StructuredOutputsParams,
 )
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
+from ttpu_serve.api.default_sampling import default_sampling, within
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -132,21 +134,42 @@ def test_templates_get_arguments_of_tool_calls_as_values(llm: LLM) -> None:
         llm.chat(chat, GREEDY, chat_template="{{ raise_exception('no cats') }}")
 
 
-def test_sampling_is_the_checkpoints_where_none_is_given(llm: LLM, checkpoint: Path) -> None:
-    file = checkpoint / "generation_config.json"
-    before = file.read_text() if file.exists() else "{}"
-    try:
-        for said, params in (
-            ('{"do_sample": true, "temperature": 0.5, "top_k": 1, "top_p": null}', {"temperature": 0.5, "top_k": 1}),
-            ('{"do_sample": false, "temperature": 0.5}', {}),
-        ):
-            file.write_text(said)
-            assert llm.get_default_sampling_params() == SamplingParams(**params)  # type: ignore[arg-type]
-            if params:  # the likeliest token alone
-                expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0))
-                assert [each.outputs for each in llm.generate(PROMPTS)] == [each.outputs for each in expected]
-    finally:
-        file.write_text(before)
+def test_sampling_is_the_checkpoints_where_none_is_given(
+    llm: LLM, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "said"
+    shutil.copytree(checkpoint, said)
+    file = said / "generation_config.json"
+    for text, params in (
+        ('{"do_sample": true, "temperature": 0.5, "top_k": 1, "top_p": null}', {"temperature": 0.5, "top_k": 1}),
+        ('{"do_sample": false, "temperature": 0.5}', {}),
+    ):
+        file.write_text(text)
+        assert default_sampling(str(said)) == params
+    monkeypatch.setattr(llm, "_default_sampling", {"temperature": 0.5, "top_k": 1})
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=1)
+    expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0))  # the likeliest token alone
+    assert [each.outputs for each in llm.generate(PROMPTS)] == [each.outputs for each in expected]
+
+
+def test_default_sampling_is_read_once_and_asks_for_nothing_that_the_engine_lacks(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "said"
+    shutil.copytree(checkpoint, said)
+    (said / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.05}')
+    given: Any = {"dtype": "float32", "max_model_len": 32, "max_num_seqs": 2, "progress": None, "penalties": False}
+    with LLM(str(said), **given, sampling_level="draw") as made:
+        said.rename(tmp_path / "moved")
+        assert made.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3)
+        assert len(made.generate([[5, 6]])[0].outputs[0].token_ids) == SamplingParams().max_tokens
+    with pytest.raises(RequestError, match="generation_config is 'some', but it is auto"):
+        LLM(str(said), generation_config="some")
+    asked = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.05}
+    assert within(asked, penalties=True, sampling_level="all") == asked
+    assert within(asked, penalties=False, sampling_level="all") == {"temperature": 0.5, "top_k": 3}
+    assert within(asked, penalties=True, sampling_level="draw") == {"temperature": 0.5, "top_k": 3}
+    assert within(asked, penalties=True, sampling_level="greedy") == {}
 
 
 @pytest.mark.parametrize(

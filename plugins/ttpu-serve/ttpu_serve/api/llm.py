@@ -17,7 +17,7 @@ from ttpu_core.generation.chat_template import chat_text
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from ttpu_serve.api.collector import Collector
-from ttpu_serve.api.default_sampling import default_sampling
+from ttpu_serve.api.default_sampling import default_sampling, within
 from ttpu_serve.api.lora_request import LoRARequest
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
 from ttpu_serve.execution.engine_core import EngineCore
@@ -39,6 +39,8 @@ class LLM:
             experts of a mixture, not a part of every expert.
         progress: called as progress(stage, done, total) while loading and compiling; True shows bars, None nothing.
         enable_lora: make room for an adapter that is loaded later, as max_adapters=1 does.
+        generation_config: "auto" lets the checkpoint's generation_config.json say how to sample where a call says
+            nothing, as far as the engine can; "vllm" or "none" leaves it out.
         engine options: fields of `ttpu_serve.api.engine_config.EngineConfig`: max_model_len, max_num_seqs,
             max_num_batched_tokens, kv_cache_dtype, enable_prefix_caching, speculative, adapters, …
 
@@ -59,9 +61,16 @@ class LLM:
         backend: str | None = None,
         progress: Any = True,
         enable_lora: bool = False,
+        generation_config: str = "auto",
         **options: Any,
     ) -> None:
         from ttpu_serve.api.open_engine import open_engine, read_options
+
+        if generation_config not in ("auto", "vllm", "none"):
+            raise RequestError(
+                f"generation_config is {generation_config!r}, but it is auto, which reads the checkpoint's "
+                "generation_config.json, or vllm or none, which leave it out: write one of them."
+            )
 
         if enable_lora and not any(options.get(name) for name in ("adapters", "max_adapters", "max_loras")):
             options["max_adapters"] = 1
@@ -106,7 +115,11 @@ class LLM:
             progress=progress,
             tokenizer=None if tokenizer is None else str(tokenizer),
         )
-        self._source = None if loaded else (str(model), options.get("revision"))
+        self._default_sampling: dict[str, Any] = {}
+        if not loaded and generation_config == "auto":
+            asked, limits = default_sampling(str(model), options.get("revision")), self.engine.input_processor.limits
+            can = {"penalties": limits.penalties, "sampling_level": limits.sampling_level}
+            self._default_sampling = within(asked, **can)
         self._numbers = itertools.count()
 
     def generate(
@@ -343,9 +356,9 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling that the checkpoint's generation_config.json asks for, as `ttpu serve` has it; of a model that
-        was loaded before, `SamplingParams()`."""
-        return SamplingParams(**({} if self._source is None else default_sampling(*self._source)))
+        """The sampling that the checkpoint's generation_config.json asked for when it was opened, as `ttpu serve` has
+        it; of a model that was loaded before, `SamplingParams()`."""
+        return SamplingParams(**self._default_sampling)
 
     def load_adapter(self, name: str, directory: str) -> None:
         """Load a LoRA adapter in PEFT's format for `generate(..., adapter=name)`. It replaces an adapter of the same
