@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -64,6 +65,32 @@ def test_the_rules_of_generate_hold_for_a_stock_model(tmp_path: Path) -> None:
         arguments |= {"num_beams": beams, "eos_token_id": 60}
         tokens = expected.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **arguments)
         np.testing.assert_array_equal(model.generate(ids.numpy(), **arguments), tokens.numpy())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("model_type", ["biogpt", "bert"])
+def test_each_of_several_processes_can_read_the_results(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, model_type)
+    """What a program computes for the host is asked for whole on every device."""
+    asked: list[Any] = []
+    jit = jax.jit
+
+    def recorded(function: Any, **options: Any) -> Any:
+        if "out_shardings" in options:
+            out = options["out_shardings"]
+            asked.append(out if isinstance(out, tuple) else (out,))
+        return jit(function, **options)
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "jit", recorded)
+    model = AutoModelForTPU.from_pretrained(tmp_path, backend="jax")
+    model(np.full((1, 11), 5))
+    if model_type == "biogpt":
+        model.generate(np.full((1, 11), 5), max_new_tokens=2)
+    assert len(asked) > 2
+    assert all(model.programs.placement.whole() in each for each in asked)
 
 
 @pytest.mark.torch

@@ -9,7 +9,7 @@ import numpy as np
 
 from ttpu_any.aten.table import NEEDS_PLUGIN
 from ttpu_any.check import TOLERANCE
-from ttpu_any.sharding import batch_sharding
+from ttpu_any.sharding import batch_sharding, seen_sharding
 from ttpu_any.steps import position_offset
 from ttpu_any.stock import context_of
 from ttpu_any.trace import Shape, Traced, trace
@@ -40,6 +40,7 @@ class EncoderPrograms:
         self.context = context_of(config) - position_offset(model)
         self.vocab_size = int(config.vocab_size)
         self.pad = int(getattr(config, "pad_token_id", None) or 0)
+        self._seen = seen_sharding(placement)
         self._masked: dict[tuple[int, int], Traced] = {}
         self._jitted: dict[tuple[int, int], Any] = {}
 
@@ -67,7 +68,7 @@ class EncoderPrograms:
         key = (int(tokens.shape[0]), int(tokens.shape[1]))
         if key not in self._jitted:
             traced = self.traced(*key)
-            self._jitted[key] = jax.jit(lambda params, *given: traced(params, *given)[0])
+            self._jitted[key] = jax.jit(lambda params, *given: traced(params, *given)[0], out_shardings=self._seen)
         tokens, mask = np.where(mask > 0, tokens, self.pad).astype(np.int32), mask.astype(np.int32)
         found: jax.Array = self._jitted[key](self.params, self._placed(tokens), self._placed(mask))
         return found
@@ -98,7 +99,7 @@ class EncoderPrograms:
     def _alone(self, tokens: np.ndarray) -> np.ndarray:
         """Hidden states [width, hidden] of one text [1, width] when the model is given nothing else."""
         traced = trace(self.model, lambda forward, given: [_states(forward(input_ids=given[0]))], [Shape(tokens.shape)])
-        function = jax.jit(lambda params, each: traced(params, each)[0])
+        function = jax.jit(lambda params, each: traced(params, each)[0], out_shardings=self._seen)
         return np.asarray(function(self.params, self._placed(tokens.astype(np.int32))), np.float32)[0]
 
     def _placed(self, array: np.ndarray) -> jax.Array:

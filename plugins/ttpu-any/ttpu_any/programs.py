@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_any.sharding import batch_sharding, constrain_cache
+from ttpu_any.sharding import batch_sharding, constrain_cache, seen_sharding
 from ttpu_any.steps import Manner, Prefill, Steps
 from ttpu_any.trace import Traced
 from ttpu_core.errors import UnsupportedError
@@ -117,6 +117,7 @@ class StockPrograms(Programs):
         self.on_compile = on_compile
         self.compiles, self.compile_seconds = 0, 0.0
         self._params = params
+        self._seen = seen_sharding(placement)
         self._programs = {}
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
         self._decodes: dict[tuple[int, int], Traced] = {}
@@ -192,7 +193,7 @@ class StockPrograms(Programs):
         key = ("prefill", total, tokens.shape[1], state.slots, features)
         function = partial(self.first_token, traced, slots=state.slots, features=features)
         given = (self._placed(tokens), self._placed(start), inputs, counts)
-        program = self._get(key, function, *given)
+        program = self._get(key, function, *given, out=(None, self._seen))
         after, sampled = program(self._params, *given)
         return after, _first_rows(sampled, rows)
 
@@ -223,7 +224,7 @@ class StockPrograms(Programs):
         given = (self._placed(_rows(tokens.astype(np.int32), total)), self._placed(_rows(state.start, total)))
         traced = self._traced_prefill(total, width, state.slots)
         function = partial(self._read, traced, slots=state.slots)
-        program = self._get(("checked prefill", total, width, state.slots), function, *given)
+        program = self._get(("checked prefill", total, width, state.slots), function, *given, out=(self._seen, None))
         logits, after = program(self._params, *given)
         return after, logits[:rows, : self.spec.vocab_size]
 
@@ -270,7 +271,7 @@ class StockPrograms(Programs):
         key = ("logits", *tokens.shape)
         if key not in self._programs:
             traced = self.steps.logits(*tokens.shape)
-            self._get(key, lambda params, *given: traced(params, *given)[0], tokens, positions)
+            self._get(key, lambda params, *given: traced(params, *given)[0], tokens, positions, out=self._seen)
         return self._programs[key](self._params, tokens, positions)[:rows]
 
     def hidden_states(self, tokens: np.ndarray, positions: np.ndarray) -> tuple[jax.Array, ...]:
@@ -291,7 +292,7 @@ class StockPrograms(Programs):
         given = self._placed(tokens)
         if key not in self._programs:
             traced = self.steps.alone(*tokens.shape)
-            self._get(key, lambda params, each: traced(params, each)[0], given)
+            self._get(key, lambda params, each: traced(params, each)[0], given, out=self._seen)
         found: jax.Array = self._programs[key](self._params, given)
         return found
 
@@ -302,7 +303,7 @@ class StockPrograms(Programs):
         traced = self._traced_prefill(rows, width, slots)
         given = (self._placed(tokens), self._placed(np.full(rows, start, np.int32)))
         function = partial(self._read, traced, slots=slots)
-        program = self._get(("checked prefill", rows, width, slots), function, *given)
+        program = self._get(("checked prefill", rows, width, slots), function, *given, out=(self._seen, None))
         found: tuple[jax.Array, StockState] = program(self._params, *given)
         return found
 
