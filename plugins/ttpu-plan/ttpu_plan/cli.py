@@ -210,7 +210,7 @@ def plan(
         "--kv-cache-dtype": kept, "--patch-pack": patch_pack, "--task": task is PurposeChoice.training,
         "--new-tokens": new_tokens,
     }  # fmt: skip
-    if _planned_without_plugin(checkpoint, topology, request, best, without_plugin, as_json):
+    if _planned_without_plugin(checkpoint, topology, request, context is None, best, without_plugin, as_json):
         return
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
@@ -255,7 +255,13 @@ def plan(
 
 
 def _planned_without_plugin(
-    checkpoint: str, topology: str | None, request: Request, best: int, options: Mapping[str, Any], as_json: bool
+    checkpoint: str,
+    topology: str | None,
+    request: Request,
+    usual_context: bool,
+    best: int,
+    options: Mapping[str, Any],
+    as_json: bool,
 ) -> bool:
     """Whether no plugin describes the model, and the fallback plans it; if so, its plans are printed.
 
@@ -263,6 +269,7 @@ def _planned_without_plugin(
         checkpoint: its directory, config.json or Hub id.
         topology: the slices, or None.
         request: what is planned.
+        usual_context: its context becomes the model's if that is shorter.
         best: how many plans are shown.
         options: that need an architecture: name → what was given, if anything.
         as_json: print one JSON object.
@@ -271,6 +278,8 @@ def _planned_without_plugin(
         RequestError: an option that needs a plugin was given.
         UnsupportedError: the model cannot be traced, or has fewer positions than are planned for.
     """
+    from dataclasses import replace
+
     from ttpu_core.backend import PlansWithoutPlugin
     from ttpu_core.errors import RequestError
     from ttpu_core.loading import undescribed_config
@@ -289,6 +298,8 @@ def _planned_without_plugin(
                 "own code only weights, cache and the least time of a decode step are known: leave it out, or begin a "
                 "plugin with `ttpu new-plugin --from CONFIG`."
             )
+    if usual_context:
+        request = replace(request, context=min(request.context, fallback.describe(config)["context"]))
     rows = request.rows(1)
     with stderr_console().status(f"tracing {checkpoint}"):
         plans = undescribed.undescribed_plans(
