@@ -134,6 +134,15 @@ def test_a_model_type_becomes_a_few_narrow_layers_of_every_kind_which_run(kind: 
     small_model_runs(small)
 
 
+@pytest.mark.parametrize("kind", ["bloom", "gpt2", "gpt_bigcode", "gptj", "mpt"])
+def test_sizes_with_names_of_their_own_are_made_small_too(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    small = small_config(config, described(config))
+    assert (small.num_hidden_layers, small.num_attention_heads, small.hidden_size) == (1, 4, 64)
+    assert set(small.to_dict()) == set(config.to_dict())
+    small_model_runs(small)
+
+
 @pytest.mark.parametrize("name", SHARED)
 def test_layers_that_read_others_keys_keep_one_of_their_kind_to_read_from(name: str) -> None:
     config = published(name)

@@ -31,6 +31,7 @@ SMALL: Mapping[str, int] = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
+    "rotary_dim": 8,
     "v_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -42,6 +43,9 @@ SMALL: Mapping[str, int] = {
     "max_position_embeddings": 256,
 }
 """Sizes that are lowered to these. What is smaller already, or not listed, stays."""
+
+COMMON = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
+"""Sizes that every config has, some under names of their own (GPT-2's `n_layer`)."""
 
 HEADS = 4
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -55,7 +59,9 @@ def small_config(config: Any, architecture: Architecture) -> Any:
     Raises:
         UnsupportedError: transformers refuses such a config.
     """
-    values = config.to_dict()
+    names = getattr(config, "attribute_map", {})
+    own_names = {names[name]: name for name in COMMON if name in names}
+    values = {own_names.get(name, name): value for name, value in config.to_dict().items()}
     kept = layers_kept(architecture)
     before = dict(values)
     layers = int(values["num_hidden_layers"])
