@@ -70,7 +70,7 @@ def writing_model(folder: Path) -> Iterator[None]:
     """Say in one sentence what stopped the files of a model.
 
     Raises:
-        CheckpointError: the disk is full, or one of them cannot be written.
+        CheckpointError: the disk is full, one of them cannot be written, or a file from elsewhere cannot be read.
     """
     try:
         yield
@@ -80,9 +80,20 @@ def writing_model(folder: Path) -> Iterator[None]:
         reason = first_line(error)
         if not isinstance(error, OSError) and reason not in DISK_FULL:  # safetensors has its own errors for a full disk
             raise
+        if reason not in DISK_FULL and names_other_file(error, folder):
+            raise CheckpointError(
+                f"a model was to be written to {folder}, but a file that it needs cannot be read ({reason}): bring "
+                "that file back, or make it readable."
+            ) from error
         raise CheckpointError(
             f"a model was to be written to {folder}, but that failed ({reason}): make room, or name another folder."
         ) from error
+
+
+def names_other_file(error: Exception, folder: Path) -> bool:
+    """Whether an error names a file, and that is not in a folder."""
+    name = error.filename if isinstance(error, OSError) else None
+    return isinstance(name, str | bytes) and not Path(os.fsdecode(name)).absolute().is_relative_to(folder.absolute())
 
 
 def first_line(error: Exception) -> str:

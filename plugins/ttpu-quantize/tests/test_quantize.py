@@ -22,6 +22,7 @@ from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.rounding import dequantize, round_kernel
 from ttpu_quantize.linears import select
 from ttpu_quantize.making import make_checkpoint
+from ttpu_quantize.output import Output
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "checkpoints" / "pydoc-llama"
 TEXT = "Layer by layer, the model runs over a text, and each layer sees what the quantized ones before it return. " * 12
@@ -262,6 +263,12 @@ def test_a_full_disk_is_told_in_one_sentence(
     monkeypatch.setattr("ttpu_jax.params.export.save_file", full)
     with pytest.raises(CheckpointError, match=r"failed \(No space left on device\): make room"):
         open_model(checkpoint, LoadOptions(), backend="jax").save_pretrained(tmp_path / "copy")
+
+
+def test_a_file_that_is_gone_is_not_told_as_a_full_disk(tmp_path: Path) -> None:
+    output = Output(tmp_path / "out", {}, 0)
+    with pytest.raises(CheckpointError, match=r"a file that it needs cannot be read \(FileNotFoundError.*gone.json"):
+        output.finish({}, [tmp_path / "gone.json"])
 
 
 def test_requests_that_cannot_be_met_are_refused(checkpoint: Path, text: Path, tmp_path: Path) -> None:

@@ -297,6 +297,36 @@ def test_an_export_to_a_full_disk_is_told_in_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("run/checkpoints/1/model/config.json", r"1 was to be exported, but its files are damaged \(FileNotFound"),
+        (None, r"1 was to be exported, but its files are damaged \(FileNotFound"),
+        ("out/config.json", r"written to .*out, but that failed \(FileNotFoundError: .*: make room, or name another"),
+        ("base/model.safetensors", r"a file that it needs cannot be read \(FileNotFoundError: .*: bring that file"),
+    ],
+)
+def test_an_export_tells_errors_of_reading_from_those_of_writing(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, words: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", *([] if name is None else [str(tmp_path / name)]))
+
+    save(store(runner, tmp_path / "run"), runner, 1)
+    monkeypatch.setattr(NumpyBackend, "export_checkpoint", fail)
+    with pytest.raises(CheckpointError, match=words):
+        export_run(tmp_path / "run", tmp_path / "out", NumpyBackend())
+
+
+def test_an_export_of_a_config_that_is_no_json_is_of_a_damaged_checkpoint(
+    runner: NumpyTrainRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store(runner, tmp_path / "run"), runner, 1)
+    monkeypatch.setattr(NumpyBackend, "export_checkpoint", lambda *_, **__: json.loads("{"))
+    with pytest.raises(CheckpointError, match="its files are damaged"):
+        export_run(tmp_path / "run", tmp_path / "out", NumpyBackend())
+
+
 def test_an_export_of_a_damaged_checkpoint_or_of_a_missing_step_is_refused(
     runner: NumpyTrainRunner, tmp_path: Path
 ) -> None:

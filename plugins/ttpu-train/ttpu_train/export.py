@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import CheckpointError, RequestError
-from ttpu_core.files import first_line, writing_model
+from ttpu_core.files import DISK_FULL, first_line, names_other_file, writing_model
 from ttpu_train.checkpoints import CHECKPOINTS, check_backend, read_header, steps_in
 from ttpu_train.foreign import kind_of
 
@@ -35,11 +36,8 @@ def export_run(
         header = read_header(place)
         check_backend(header, backend.name, place, "name that with --backend")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {place} was to be exported, but its files are damaged ({first_line(error)}): export "
-            "another step."
-        ) from error
-    with _target(out, run), writing_model(out):
+        raise _damaged(place, error) from error
+    with _target(out, run), writing_model(out), _reading(place):
         backend.export_checkpoint(place, out, identity=header["identity"], dtype=dtype, merge=merge)
     return int(header["step"])
 
@@ -67,6 +65,29 @@ def _chosen(run: Path, step: int | None) -> Path:
         f"{'the newest checkpoint' if step is None else f'the checkpoint of step {step}'} of {run} was to be exported, "
         f"but {found}: name the output_dir of a run of ttpu's trainer, and a step that is there."
     )
+
+
+def _damaged(place: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {place} was to be exported, but its files are damaged ({first_line(error)}): export another "
+        "step."
+    )
+
+
+@contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Tell errors of reading a checkpoint from those of writing the model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        OSError: the disk is full, or it is an error of another file, as of the model.
+    """
+    try:
+        yield
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        if first_line(error) in DISK_FULL or names_other_file(error, place):
+            raise
+        raise _damaged(place, error) from error
 
 
 @contextmanager
