@@ -111,6 +111,22 @@ def test_a_position_in_other_data_is_refused(settings: DataSettings) -> None:
         batch_loader(EXAMPLES[1:], None, settings).restore(state)
 
 
+def test_a_position_among_rows_that_are_left_out_now_is_refused(settings: DataSettings) -> None:
+    def restored(prompt: int, old: bool) -> BatchLoader:
+        example = {"input_ids": list(range(40)), "labels": [-100] * prompt + list(range(prompt, 40))}
+        split = batch_loader([example] * 4, None, replace(settings, overlong="split"))
+        state = json.loads(json.dumps(split.state()))
+        assert ("layout" in state["data"]) is (prompt > 16)
+        if old:
+            state["data"].pop("layout", None)
+        split.restore(state)
+        return split
+
+    restored(20, old=False), restored(4, old=True), restored(4, old=False)
+    with pytest.raises(CheckpointError, match=r"kept parts of split documents .*Start a new run from the weights"):
+        restored(20, old=True)
+
+
 def test_each_epoch_reads_everything_once_in_a_new_order(settings: DataSettings) -> None:
     batches = loader(replace(settings, epochs=2))
     firsts = [sequence[0][0] for batch in batches for sequence in sequences_in(batch)]

@@ -112,12 +112,13 @@ class BatchLoader(Iterator[Batch]):
     def state(self) -> dict[str, Any]:
         """The position, for JSON: of the batch that comes next, not of those that are read ahead. It holds for any
         number of processes and rows in a batch."""
+        layout = self._planner.layout
         return {
             "epoch": self._epoch,
             "row": self._row,
             "epoch_rows": self._epoch_rows,
             "rows_seen": self.rows_seen,
-            "data": self._identity,
+            "data": self._identity | ({} if layout == 1 else {"layout": layout}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -139,6 +140,12 @@ class BatchLoader(Iterator[Batch]):
                     f"a data position was to be restored that was saved with {name}={theirs!r}, but this run has "
                     f"{name}={ours!r}: resume with the same data and settings, or start a new run from the weights."
                 )
+        if state["data"].get("layout", 1) != self._planner.layout:
+            raise CheckpointError(
+                "a data position was to be restored, but it was saved by a release that made other rows of the same "
+                "data: it kept parts of split documents that have no token to be trained on. Start a new run from the "
+                "weights, or resume with that release."
+            )
         self.close()
         self._place(state["epoch"], state["row"], state["epoch_rows"])
         self.rows_seen = state["rows_seen"]
@@ -151,7 +158,7 @@ class BatchLoader(Iterator[Batch]):
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """All that decides the order of rows."""
+        """The data and settings that decide the order of rows."""
         settings = self._settings
         weights = settings.mixture_weights
         return {

@@ -27,11 +27,13 @@ class Sequences:
         starts: int64 [sequences], the first token in its file.
         lengths: int64 [sequences], in tokens.
         bounds: int64 [files + 1]: file `f` has the sequences from `bounds[f]` to `bounds[f + 1]`.
+        left_out: parts of split documents that are none of them, as they have no token of weight.
     """
 
     starts: np.ndarray
     lengths: np.ndarray
     bounds: np.ndarray
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class RowPlanner:
     Attributes:
         sequences: that an epoch may hold.
         digest: a hash of all documents.
+        layout: how documents become sequences, for positions to be compared: 2 where parts of split documents are left
+            out, which older releases made sequences of; else 1.
 
     Raises:
         RequestError: mixture_weights are not as many as the sources.
@@ -74,6 +78,7 @@ class RowPlanner:
         self._files, self._settings = files, settings
         self.sequences = sequences_of(files, settings)
         self.digest = hashlib.blake2b(" ".join(file.digest for file in files).encode(), digest_size=16).hexdigest()
+        self.layout = 2 if self.sequences.left_out else 1
         self._latest: tuple[int, EpochPlan] | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -162,7 +167,7 @@ def sequences_of(files: tuple[TokenFile, ...], settings: DataSettings) -> Sequen
         DataError: a document is too long and `overlong` is "refuse", or no sequence is left.
     """
     width, starts, lengths, counts = settings.max_length, [], [], []
-    cut = 0
+    cut = left_out = 0
     for file in files:
         sizes = np.diff(file.offsets)
         long = sizes > width
@@ -184,6 +189,7 @@ def sequences_of(files: tuple[TokenFile, ...], settings: DataSettings) -> Sequen
             begin = file.offsets[document[part]] + offset[part]
             end = min(begin + width, file.offsets[document[part] + 1])
             taught[part] = file.weights[begin + 1 : end].any()
+        left_out += int((~taught).sum())
         document, offset = document[taught], offset[taught]
         starts.append(file.offsets[document] + offset)
         lengths.append(np.minimum(sizes[document] - offset, width))
@@ -200,7 +206,7 @@ def sequences_of(files: tuple[TokenFile, ...], settings: DataSettings) -> Sequen
             stacklevel=2,
         )
     bounds = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    return Sequences(np.concatenate(starts), np.concatenate(lengths), bounds)
+    return Sequences(np.concatenate(starts), np.concatenate(lengths), bounds, left_out)
 
 
 def best_fit(lengths: np.ndarray, width: int) -> list[np.ndarray]:

@@ -137,12 +137,15 @@ class PairPlanner:
 
     Attributes:
         digest: a hash of all completions.
+        layout: how documents become sequences; always 1, as none is split.
         references: float32 [examples, rows of each], the log-probabilities of the completions by the reference; None
             until they were computed.
 
     Raises:
         DataError: data that is missing or malformed, or of which no completion fits a row.
     """
+
+    layout = 1
 
     def __init__(self, dataset: Any, tokenizer: Any, settings: DataSettings, kind: PairKind) -> None:
         self._settings, self._each = settings, 1 if kind == "labels" else 2
