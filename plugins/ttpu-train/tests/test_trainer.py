@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -385,6 +386,33 @@ def test_a_tokenizer_that_was_given_is_saved_with_the_model(backend: NumpyBacken
         assert (folder / "tokenizer.json").is_file() and not (folder / "added_tokens.json").exists()
     given.chat_template = {"default": "a", "tool_use": "b"}  # which transformers keeps in a folder of files
     assert all(file.is_file() for file in one.save_model(tmp_path / "saved", "float32").iterdir())
+
+
+def test_all_processes_wait_for_a_saved_tokenizer_and_hear_when_it_fails(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer(tmp_path / "run", max_steps=2, processing_class=copy.deepcopy(tokenizer()))
+    told: list[tuple[bool, bool]] = []
+
+    def any_process(failed: bool) -> bool:
+        told.append((failed, (tmp_path / "saved" / "tokenizer.json").is_file()))
+        return failed or len(told) > 1
+
+    monkeypatch.setattr(one.runner, "any_process", any_process)
+    for index in (0, 1):
+        monkeypatch.setattr(one, "layout", RowLayout(process_index=index, process_count=2))
+        if index == 0:
+            one.save_model(tmp_path / "saved", "float32")
+        else:
+            with pytest.raises(CheckpointError, match="failed in another process: make room"):
+                one.save_model(tmp_path / "saved", "float32")
+    assert told == [(False, True), (False, True)]
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("ttpu_train.trainer.replace_tokenizer", Mock(side_effect=full))
+    monkeypatch.setattr(one, "layout", RowLayout(process_count=2))
+    with pytest.raises(CheckpointError, match=r"\(No space left on device\): make room"):
+        one.save_model(tmp_path / "saved", "float32")
+    assert told[-1] == (True, True)
 
 
 def test_tensorboard_gets_the_log(backend: NumpyBackend, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ttpu_core.errors import RequestError
+from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.files import writing_model
 from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.arguments import TrainingArguments
@@ -379,9 +379,25 @@ class Trainer:
         folder = Path(output_dir or self.args.folder)
         with writing_model(folder):
             self.runner.save_pretrained(folder, dtype)
-            if self._tokenizer is not None and self.layout.process_index == 0:
-                replace_tokenizer(folder, self._tokenizer)
+            self._write_tokenizer(folder)
         return folder
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer that the trainer was given, and wait in each process until it is there. If that fails in
+        one, it fails in all."""
+        error = None
+        if self._tokenizer is not None and self.layout.process_index == 0:
+            try:
+                replace_tokenizer(folder, self._tokenizer)
+            except Exception as stopped:  # whatever stopped it, as a full disk
+                error = stopped
+        if self.layout.process_count > 1 and self.runner.any_process(error is not None) and error is None:
+            raise CheckpointError(
+                f"a tokenizer was to be written to {folder}, but that failed in another process: make room, or name "
+                "another folder."
+            )
+        if error is not None:
+            raise error
 
     def _evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         data = self.eval_dataset if dataset is None else dataset
