@@ -131,7 +131,8 @@ def test_malformed_data_is_refused_by_file_and_line(tmp_path: Path, name: str, c
         ([{"text": "\ud800"}], r"the dataset, example 0 .*holds \\ud800, one half of a character"),
         ([{"prompt": "\ud800", "completion": "x"}], r"the dataset, example 0 .*holds \\ud800, one half of a character"),
         ([{"input_ids": [1, [2]]}], "example 0 .*not a flat list of whole numbers"),
-        (SimpleNamespace(iloc=None), r"the dataset .*of pandas.*frame.to_dict\('records'\)"),
+        (SimpleNamespace(iloc=None, columns=[]), r"the dataset .*of pandas.*frame.to_dict\('records'\)"),
+        (SimpleNamespace(iloc=None), r"the dataset .*of pandas.*a list, as in series.tolist\(\)\.$"),
         ([{"text": "x"}, "y"], "the dataset, example 1 .*is a str: each example must be a mapping"),
     ],
 )

@@ -184,10 +184,11 @@ def _source(name: str, member: Any, settings: DataSettings) -> Source:
     if isinstance(member, list | tuple) and member and all(isinstance(each, str | Path) for each in member):
         paths = tuple(path for each in member for path in _paths(each))
         return Files(paths, settings.text_field, settings.document_separator)
-    if hasattr(member, "iloc"):  # pandas, whose index is of columns
+    if hasattr(member, "iloc"):  # pandas, where [0] is a label and not a place
+        way = "frame.to_dict('records')" if hasattr(member, "columns") else "series.tolist()"
         raise DataError(
             f"{name} was given as a {type(member).__name__} of pandas, whose rows are not read: pass them as a list, "
-            "as in frame.to_dict('records')."
+            f"as in {way}."
         )
     random_access = hasattr(member, "__len__") and hasattr(member, "__getitem__")
     if isinstance(member, Mapping) or not (random_access or isinstance(member, Iterable)):
