@@ -124,9 +124,21 @@ def test_what_is_not_a_prompt_on_a_ring_is_unrolled(monkeypatch: pytest.MonkeyPa
         assert bool(loops(architecture(*(PLAIN,) * 5))) == (room == share)
 
 
-@pytest.mark.parametrize(("chip", "fetches"), [("v5e", True), ("v6e", True), ("v5p", False), ("tpu7x", False)])
-def test_chips_have_room_for_a_layer(chip: str, fetches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_loop, "ring_of", lambda *_: SimpleNamespace(chip=SimpleNamespace(name=chip)))
+def test_keys_and_values_of_all_turns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 4 * 2 * SEQ * 4 * (8 + 8)  # of four turns, two rows, one KV head of a device: float32 keys and values
+    for room in (kept, kept - 1):
+        monkeypatch.setattr(layer_loop, "_STACKED_BYTES", room)
+        assert bool(loops(architecture(*(PLAIN,) * 5))) == (room == kept)
+
+
+@pytest.mark.parametrize(
+    ("chip", "fetches"), [("v5e", True), ("v6e", True), ("v5p", False), ("tpu7x", False), (None, False)]
+)
+def test_chips_have_room_for_a_layer(chip: str | None, fetches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = None if chip is None else SimpleNamespace(name=chip)
+    monkeypatch.setattr(layer_loop, "ring_of", lambda *_: SimpleNamespace(chip=found))
+    assert loops(MODELS["sub-layers side by side"]), "devices that are no TPUs"
+    monkeypatch.setattr("ttpu_jax.params.placement.Placement.platform", "tpu")
     assert bool(loops(MODELS["sub-layers side by side"])) == fetches
 
 

@@ -28,9 +28,13 @@ from ttpu_jax.ops.parts import Part, part
 from ttpu_jax.optimizations import Optimization
 
 _CHIPS = ("v5e", "v6e")
-_VMEM_BYTES = 88 << 20
+_VMEM_BYTES = 84 << 20
 """Of the 128 MiB of VMEM of these chips, what may be taken on one device by a layer's kernels and by the product of its
-attention, which has all rows before the devices add it up. With more, XLA:TPU keeps the product in HBM."""
+attention, which has all rows before the devices add it up. With more, XLA:TPU keeps in HBM what it would keep in VMEM.
+"""
+_STACKED_BYTES = 128 << 20
+"""What keys and values of all turns may take on one device, beside the cache, to which they are written behind the
+loop."""
 _LEAST_TURNS = 3
 _FETCHED = ("attention", "mlp")
 """The parts of a layer whose kernels are fetched, in the order in which they are used."""
@@ -61,7 +65,8 @@ def layer_loops(
         alike = layers[group.start : end - (last_only and end == len(layers))]
         if len(group.unit) == 1 and len(alike) >= _LEAST_TURNS and _fits(alike[0], x):
             loop = LayerLoop(alike, runtime)
-            if loop.kernel_bytes + _bytes_of_rows(x, runtime) <= _VMEM_BYTES:
+            in_vmem = loop.kernel_bytes + _bytes_of_rows(x, runtime)
+            if in_vmem <= _VMEM_BYTES and loop.kept_bytes(x) <= _STACKED_BYTES:
                 found[group.start] = loop
     return found
 
@@ -70,7 +75,9 @@ def _on_a_ring(x: jax.Array, runtime: Runtime) -> bool:
     """Whether the devices exchange the rows of x [batch, seq, hidden] in a ring, and have VMEM to fetch to. Devices
     that are no TPUs have none; where they are told to exchange rows, they run the loop too."""
     ring = ring_of(x, runtime)
-    return ring is not None and (ring.chip is None or ring.chip.name in _CHIPS)
+    if ring is None or runtime.placement.platform != "tpu":
+        return ring is not None
+    return ring.chip is not None and ring.chip.name in _CHIPS
 
 
 def _bytes_of_rows(x: jax.Array, runtime: Runtime) -> int:
@@ -109,6 +116,7 @@ class LayerLoop:
         self._kernels = {name: tuple(path for path in kernels if path[0] == name) for name in _FETCHED}
         self._vectors = tuple(path for path, (first, *_) in self._arrays.items() if first.ndim == 1)
         self._others = tuple(path for path in self._arrays if path not in {*kernels, *self._vectors})
+        self._mixer: AttentionSpec = layers[0].spec.mixer
         self.turns = len(layers)
 
     @property
@@ -119,6 +127,13 @@ class LayerLoop:
         paths = [path for of_part in self._kernels.values() for path in of_part]
         shards = {path: prod(mesh.shape[axis] for each in self._axes(path) for axis in each) for path in paths}
         return sum(self._arrays[path][0].nbytes // shards[path] for path in paths)
+
+    def kept_bytes(self, x: jax.Array) -> int:
+        """Of the keys and values of all layers for the stream x [batch, seq, hidden], on one device."""
+        placement, mixer = self.runtime.placement, self._mixer
+        rows = placement.part(axes.BATCH, x.shape[0]) * x.shape[1]
+        heads = placement.part(axes.KV_HEADS, mixer.num_kv_heads)
+        return self.turns * rows * heads * (mixer.head_dim + mixer.value_dim) * x.dtype.itemsize
 
     def __call__(self, x: jax.Array, step: Step) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         """Run the layers on the stream x [batch, seq, hidden] of tokens that attend to one another alone: the same
