@@ -20,6 +20,7 @@ from ttpu_serve.api.collector import Collector
 from ttpu_serve.api.default_sampling import default_sampling, within
 from ttpu_serve.api.lora_request import LoRARequest
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
+from ttpu_serve.api.template_variables import check_variables
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.execution.input_processor import PromptInput
 from ttpu_serve.pair_scores import NO_CLASSES, check_embeds, cosine, paired
@@ -118,8 +119,9 @@ class LLM:
         self._default_sampling: dict[str, Any] = {}
         if not loaded and generation_config == "auto":
             asked, limits = default_sampling(str(model), options.get("revision")), self.engine.input_processor.limits
-            can = {"penalties": limits.penalties, "sampling_level": limits.sampling_level}
-            self._default_sampling = within(asked, **can)
+            self._default_sampling = within(
+                asked, penalties=limits.penalties, sampling_level=limits.sampling_level
+            )
         self._numbers = itertools.count()
 
     def generate(
@@ -200,8 +202,10 @@ class LLM:
 
         Raises:
             MissingDependencyError: the checkpoint has no tokenizer.
-            RequestError: there is no chat template, or it refuses the messages.
+            RequestError: there is no chat template, it refuses the messages, or `chat_template_kwargs` has the name of
+                an argument of rendering, such as tokenize.
         """
+        check_variables(chat_template_kwargs)
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[PromptInput] = []
         with self.engine.turn:  # a step of another thread may use the tokenizer
