@@ -123,6 +123,19 @@ def test_outputs_have_the_text_of_their_prompts(llm: LLM) -> None:
         assert answer.prompt_token_ids == llm.get_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tokenize": True}, "has 'tokenize', but only variables"),
+        ({"add_generation_prompt": False}, "has 'add_generation_prompt', but only variables"),
+        ([1], "is .1., but a mapping"),
+    ],
+)
+def test_variables_of_templates_are_no_arguments_of_rendering(llm: LLM, given: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=f"chat_template_kwargs {said}"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, chat_template="x", chat_template_kwargs=given)
+
+
 def test_templates_get_arguments_of_tool_calls_as_values(llm: LLM) -> None:
     """Or as text where they add them to one."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

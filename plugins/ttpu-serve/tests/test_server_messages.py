@@ -35,6 +35,18 @@ WEATHER: Any = {
 }
 
 
+HI: Any = {"role": "user", "content": "hi"}
+CALLED: Any = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+DEEP: Any = {}
+for _ in range(200):
+    DEEP = {"a": DEEP}
+
+
+def used(**more: Any) -> Any:
+    """A conversation with one call."""
+    return {"system": "x", "messages": [HI, {"role": "assistant", "content": [{**CALLED, **more}]}]}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     replies = {
@@ -163,6 +175,11 @@ def test_tools_are_chosen(client: Any, choice: Any, calls: int) -> None:
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"system": [{"type": "text"}]}, 400, "system"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "messages"),
+        (used(input=DEEP), 400, "messages[1].content[0].input is "),
+        (used(name=5), 400, "messages[1].content[0].name is 5"),
+        (used(id=None), 400, "messages[1].content[0].id is None"),
+        ({"messages": [HI, {"role": "assistant", "content": [CALLED] * 513}]}, 400, "a value of messages is "),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, 400, "content[0].tool_use_id is None"),
     ],
 )
 def test_refusals_have_anthropics_form(client: Any, asked: Any, status: int, said: str) -> None:

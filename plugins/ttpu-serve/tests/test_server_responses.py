@@ -10,9 +10,11 @@ import pytest
 from fake_core import FakeCore, tokenizer
 from serving import Running, running, until
 
+from ttpu_core.errors import RequestError, TTPUError
 from ttpu_serve.server import ServerSettings
-from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.errors import ApiError, as_api_error, fields_named
 from ttpu_serve.server.openai_responses import OneResponse
+from ttpu_serve.server.openai_responses_protocol import as_messages
 from ttpu_serve.server.response_store import ResponseStore
 from ttpu_serve.server.turn import Turn
 
@@ -29,6 +31,11 @@ TEMPLATE = (
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Łódź"}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": PARAMETERS}
+
+
+HI: Any = {"role": "user", "content": "hi"}
+CALLED: Any = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+DEEP = "[" * 200 + "]" * 200
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +176,8 @@ def test_a_response_that_is_cut_off_is_incomplete(client: Any) -> None:
         ({"input": [{"role": "wizard", "content": "x"}], "instructions": "x"}, "input[0].role"),
         ({"input": [{"type": "function_call", "call_id": "1", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [HI, {**CALLED, "arguments": DEEP}], "instructions": "x"}, "input[1].arguments"),
+        ({"input": [HI, *[CALLED] * 513]}, "input"),
         ({"input": []}, "input"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -180,6 +189,38 @@ def test_what_is_not_served_is_refused(client: Any, asked: Any, param: str) -> N
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "main", "input": "hi", **asked})
     assert caught.value.param == param and param in caught.value.message
+
+
+def test_places_are_those_of_the_request_alone(client: Any) -> None:
+    """And not of the conversation that it continues."""
+    before = client.responses.create(model="main", input="say: hello").id
+    for item, param in (({**CALLED, "arguments": DEEP}, "input[1].arguments"), ({"role": "wizard"}, "input[1].role")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="main", input=[HI, item], previous_response_id=before)
+        assert caught.value.param == param and caught.value.message.count(param) == 1
+    with pytest.raises(ApiError, match="previous_response_id names a response that called") as told:
+        as_messages([HI], [HI, {**CALLED, "arguments": DEEP}])
+    assert told.value.body["error"]["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize(
+    ("error", "param", "said"),
+    [
+        (ApiError("the chat template refuses these messages (E: 'messages').", param="messages"), "input", None),
+        (ApiError("messages has 9 letters.", param="messages"), "input", "input has 9 letters."),
+        (ApiError("the field 'messages' is 2.", param="messages"), "input", "the field 'input' is 2."),
+        (ApiError("messages_of is 2.", param="messages"), "input", None),
+        (RequestError("messages holds 2.", param="messages"), "input", "input holds 2."),
+        (ApiError("messages is 2.", param="tools"), "tools", None),
+    ],
+)
+def test_fields_are_renamed_where_they_are_named(error: TTPUError, param: str, said: str | None) -> None:
+    with pytest.raises(TTPUError) as caught, fields_named({"messages": "input"}):
+        raise error
+    told = as_api_error(caught.value)
+    assert told.body["error"]["param"] == param
+    assert told.body["error"]["message"] == str(told) == (said or str(error))
+    assert caught.value.__cause__ is (None if param == "tools" else error)
 
 
 def test_a_client_that_leaves_ends_its_request(server: Running, client: Any) -> None:

@@ -335,6 +335,18 @@ def test_what_does_not_go_together_or_takes_too_much_is_refused(client: Any, fie
     assert refused.value.param in {*fields, "n"}
 
 
+def test_beams_that_never_fit_into_the_queue_are_refused_at_once(
+    server: Running, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a step whose beams are too many."""
+    scheduler = server.core.scheduler
+    monkeypatch.setattr(scheduler, "config", replace(scheduler.config, max_num_seqs=2, max_waiting=3))
+    for prompt, n in (("x", 6), (["x"] * 2, 3)):
+        with pytest.raises(openai.BadRequestError, match="6 sequences, but at most 2 run at once"):
+            complete(client, prompt, n=n, max_tokens=2, use_beam_search=True)
+    assert len(complete(client, "x", n=6, max_tokens=1, use_beam_search=True).choices) == 6
+
+
 def test_a_server_that_keeps_no_prefixes_refuses_beams(
     server: Running, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,7 +191,7 @@ class AsyncEngine:
         )
         return stream
 
-    def _check_places(self, sequences: int) -> None:
+    def check_places(self, sequences: int) -> None:
         """Refuse a request that would find the queue full however often it is sent.
 
         Raises:
@@ -242,7 +242,7 @@ class AsyncEngine:
         self.check_accepting(goes_on=goes_on)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {short(params)}, but SamplingParams are needed: pass SamplingParams(...).")
-        self._check_places(len(prompts) * (1 if pooling else params.n))
+        self.check_places(len(prompts) * (1 if pooling else params.n))
         names = request_ids or [uuid.uuid4().hex for _ in prompts]
         streams = [Stream(name, 1 if pooling else params.n, self._abort, self._forget) for name in names]
         if params.guided is not None:

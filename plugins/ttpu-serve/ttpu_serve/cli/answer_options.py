@@ -182,7 +182,7 @@ def _variables(text: str | None) -> dict[str, Any]:
     Raises:
         RequestError: it is no JSON object, or has a variable that requests have a field for.
     """
-    from ttpu_serve.server.template import OURS
+    from ttpu_serve.api.template_variables import OURS
 
     if text is None:
         return {}

@@ -134,7 +134,8 @@ async def begin_beams(
     Raises:
         ApiError: the request has fields that do not go with beams, its beams are too long together, or the engine keeps
             no prefixes.
-        RequestError: there are too many beams, or a prompt cannot be served.
+        RequestError: there are more beams than run and wait at once, or than the engine reports tokens for, or a prompt
+            cannot be served.
     """
     core = engine.core
     if not core.scheduler.config.caches_prefixes:
@@ -154,6 +155,8 @@ async def begin_beams(
             "send fewer prompts.",
             param="n",
         )
+    # A step has the beams of all prompts; the first one, which is submitted here, has one sequence for each prompt.
+    engine.check_places(sum(own.beam_width if own.max_tokens > 1 else 1 for own in searches))
     asked = step_params(searches[0], core.runner.limits.max_logprobs, logprobs=params.logprobs or 0)
     given = {**options, "cache_salt": request.cache_salt}
 

@@ -68,8 +68,12 @@ Content = Annotated[str | None, PlainValidator(read_content), WithJsonSchema(CON
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-def _parsable(text: str) -> str:
-    """Check that arguments of a call, which templates get as values, are not too many or too deep."""
+def parsable(text: str) -> str:
+    """Check that arguments of a call, which templates get as values, are not too many or too deep.
+
+    Raises:
+        ValueError: they are; it says what follows `arguments is ...: `.
+    """
     found = excess(text.encode(errors="replace"), MAX_VALUES, MAX_DEPTH)
     if found is not None:
         raise ValueError(f"it {found}")
@@ -82,7 +86,7 @@ class CalledFunction(Body):
     place: ClassVar[str] = "messages.tool_calls.function"
 
     name: str
-    arguments: Annotated[str, AfterValidator(_parsable)]
+    arguments: Annotated[str, AfterValidator(parsable)]
 
 
 class CalledTool(Body):

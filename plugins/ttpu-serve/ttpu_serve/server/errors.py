@@ -121,7 +121,8 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
     """Name fields as another API does in errors about a chat that was made of its request.
 
     Args:
-        names: field of a chat → what the other API calls it.
+        names: field of a chat → what the other API calls it. A place within the field, such as `messages[2].content`,
+            is left out, for requests of the other API have none such.
 
     Raises:
         ApiError: a refusal that is about one of these fields.
@@ -135,8 +136,14 @@ def fields_named(names: Mapping[str, str]) -> Iterator[None]:
         ours = re.split(r"\W", param, maxsplit=1)[0]
         if ours not in names:
             raise
-        given["param"], given["message"] = (text.replace(ours, names[ours], 1) for text in (param, message))
-        raise told from error
+        theirs = names[ours]
+        if isinstance(error, ValidationError) and param != ours:  # the other API's request has no such place
+            param, message = theirs, message.replace(param, f"a value of {theirs}", 1)
+        else:
+            param = theirs + param.removeprefix(ours)
+            message = re.sub(_NAMED.format(ours), lambda found: f"{found[1]}{theirs}", message, count=1)
+        kind, code = str(given["type"]), given["code"]
+        raise ApiError(message, status=told.status, kind=kind, param=param, code=code, headers=told.headers) from error
 
 
 def respond(error: Exception, path: str = "") -> JSONResponse:
@@ -227,5 +234,7 @@ def _param_of(message: str) -> str | None:
     return found[1] if found and ("_" in found[1] or found[1] in _PLAIN_NAMES) else None
 
 
+_NAMED = r"^((?:[^(]*?['\"`])?){0}(?![\w-])"
+"""Where a message names a field: at its start or in quotes, but not in what it tells in brackets."""
 _FIELD = re.compile(r"(?!(?:str|int|float|bool|list|dict|none|tuple)$)[a-z_][A-Za-z0-9_$]*|\$\w+")
 _PLAIN_NAMES = {"temperature", "n", "stop", "seed", "logprobs", "prompt", "messages", "input"}

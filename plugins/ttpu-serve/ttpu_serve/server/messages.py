@@ -22,6 +22,7 @@ from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.server.turn import Turn
 
 _FIELDS = {
+    "messages": "messages",
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "thinking.type",
     "stop": "stop_sequences",
@@ -52,7 +53,8 @@ def router(service: Service) -> APIRouter:
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Return how many tokens a conversation has for the model."""
         service.adapter_of(body.model)
-        chat = body.as_chat()
+        with fields_named(_FIELDS):
+            chat = body.as_chat()
         most = service.most_prompt_tokens(0)
         ids = await until_gone(request, service.chat.encode(chat, tools=chat.tool_choice != "none", most=most))
         return JSONResponse({"input_tokens": len(ids)})

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName
+from ttpu_core.generation.ranges import short
+from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName, parsable
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
 from ttpu_serve.server.protocol import Body, FreeJson, Texts, Unsupported, at_most
@@ -171,14 +172,15 @@ def _turns(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
             made.append({"role": message.role, "content": _texts(said, place)})
             said.clear()
 
-    for block in message.content:
+    for number, block in enumerate(message.content):
         kind = _checked(block, place)
+        own = f"{place}[{number}]"
         if kind == "text":
             said.append(block)
         elif kind == "tool_result" and message.role == "user":
             close()
             result = _texts(_flattened(block.get("content") or ""), f"{place}.content")
-            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            made.append({"role": "tool", "tool_call_id": _word(block, "tool_use_id", own), "content": result})
         elif message.role != "assistant" or kind == "tool_result":
             raise ApiError(
                 f"{place} has a block of type {kind!r}, which {message.role} messages may not have: leave it out.",
@@ -187,8 +189,8 @@ def _turns(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            function = {"name": _word(block, "name", own), "arguments": _arguments(block, own)}
+            calls.append({"id": _word(block, "id", own), "type": "function", "function": function})
     if message.role == "assistant":
         turn: dict[str, Any] = {"role": "assistant", "content": _texts(said, place) if said or not calls else None}
         if calls:
@@ -198,6 +200,22 @@ def _turns(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
         return [turn]
     close()
     return made or [{"role": "user", "content": ""}]
+
+
+def _word(block: Block, name: str, place: str) -> str:
+    """Return a text that a block must have."""
+    if not isinstance(value := block.get(name), str):
+        raise ApiError(f"{place}.{name} is {short(value)}, but a text is needed: pass it.", param=f"{place}.{name}")
+    return value
+
+
+def _arguments(block: Block, place: str) -> str:
+    """Return the arguments of a call as JSON."""
+    text = json.dumps(block.get("input") or {})
+    try:
+        return parsable(text)
+    except ValueError as error:
+        raise ApiError(f"{place}.input is {short(text)}: {error}.", param=f"{place}.input") from error
 
 
 def _texts(blocks: list[Block], place: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from ttpu_core.generation.ranges import short
-from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName
+from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName, parsable
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
 from ttpu_serve.server.protocol import Body, FreeJson, Unsupported, at_most
@@ -147,7 +147,7 @@ class ResponsesRequest(Body):
             ValidationError: the chat that it makes is invalid.
         """
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        asked: Json = {"model": self.model, "messages": [*messages, *as_messages([*before, *self.input])]}
+        asked: Json = {"model": self.model, "messages": [*messages, *as_messages(self.input, before)]}
         asked |= {"temperature": self.temperature, "top_p": self.top_p, "max_completion_tokens": self.max_output_tokens}
         asked["parallel_tool_calls"] = self.parallel_tool_calls
         if self.reasoning is not None:
@@ -166,9 +166,13 @@ class ResponsesRequest(Body):
         return ChatRequest.model_validate(asked)
 
 
-def as_messages(items: Sequence[Json]) -> list[Json]:
+def as_messages(items: Sequence[Json], before: Sequence[Json] = ()) -> list[Json]:
     """Return items as messages of a chat. Reasoning, text and calls that follow each other are one message of the
     assistant.
+
+    Args:
+        items: the input of a request.
+        before: items that precede it, of earlier responses.
 
     Raises:
         ApiError: an item is of another kind, or has a field that it must not have.
@@ -183,14 +187,14 @@ def as_messages(items: Sequence[Json]) -> list[Json]:
             messages.append(reply)
         return reply
 
-    for number, item in enumerate(items):
-        place = f"input[{number}]"
+    for number, item in enumerate([*before, *items], -len(before)):
+        place = f"input[{number}]" if number >= 0 else "previous_response_id"
         kind = _kind(item, place)
         if kind == "reasoning":
             reply = None if reply is not None and (reply["content"] or reply.get("tool_calls")) else reply
             of_reply()["reasoning"] = of_reply().get("reasoning", "") + _text(item.get("content") or [], place)
         elif kind == "function_call":
-            function = {"name": _word(item, "name", place), "arguments": _word(item, "arguments", place)}
+            function = {"name": _word(item, "name", place), "arguments": _arguments(item, place)}
             call = {"id": _word(item, "call_id", place), "type": "function", "function": function}
             of_reply().setdefault("tool_calls", []).append(call)
         elif kind == "message" and item.get("role") == "assistant":
@@ -217,6 +221,18 @@ def _word(item: Json, name: str, place: str) -> str:
     if not isinstance(value := item.get(name), str):
         raise ApiError(f"{place}.{name} is {short(value)}, but a text is needed: pass it.", param=f"{place}.{name}")
     return value
+
+
+def _arguments(item: Json, place: str) -> str:
+    """Return the arguments of a call."""
+    text = _word(item, "arguments", place)
+    try:
+        return parsable(text)
+    except ValueError as error:
+        if place == "previous_response_id":
+            message = f"{place} names a response that called a tool with the arguments {short(text)}: {error}."
+            raise ApiError(message, param=place) from error
+        raise ApiError(f"{place}.arguments is {short(text)}: {error}.", param=f"{place}.arguments") from error
 
 
 def _kind(item: Json, place: str) -> str:

@@ -12,18 +12,11 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.chat_template import chat_text, template_text
+from ttpu_serve.api.template_variables import check_variables
 from ttpu_serve.server.chat_protocol import ChatRequest, Conversation, Message, TokenizeRequest
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.thinking import options_of, thinking_variables
 from ttpu_serve.server.tokens import Tokens
-
-OURS = frozenset(
-    {"messages", "conversation", "tools", "tokenize", "chat_template", "return_dict", "return_tensors", "documents"}
-    | {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length", "tokenizer_kwargs"}
-    | {"self", "conversations", "return_assistant_tokens_mask"}
-)
-"""Arguments of templates that are no variables of their own: requests have fields for them."""
-
 
 _END = 256  # characters, among which a template opens or closes reasoning
 
@@ -80,6 +73,7 @@ class ChatTemplate:
 
         Raises:
             ApiError: there is no template, or it refuses the messages or knows nothing of what was asked.
+            RequestError: a variable has the name of an argument of rendering.
         """
         if self.text is None:
             raise ApiError(
@@ -96,11 +90,7 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         given = request.chat_template_kwargs or {}
-        if taken := OURS & set(given):
-            raise ApiError(
-                f"chat_template_kwargs has {min(taken)!r}, which has a field of its own: use that.",
-                param="chat_template_kwargs",
-            )
+        check_variables(given)
         if isinstance(request, ChatRequest):
             thinking = thinking_variables(self._variables, request.reasoning_effort, request.thinking_token_budget)
             given = {**self._defaults, **thinking, **given}
