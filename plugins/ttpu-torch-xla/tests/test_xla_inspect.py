@@ -181,9 +181,10 @@ def test_a_small_config_that_does_not_fit_is_called_ours_and_not_transformers_fa
     assert "jax" not in str(refused.value)
 
 
-def test_a_model_type_without_a_text_model_in_transformers_is_for_the_other_backend() -> None:
-    with pytest.raises(UnsupportedError, match="no causal language model of this type: use backend='jax'"):
-        build(transformers.AutoConfig.for_model("mistral4"), shrunk=True)
+@pytest.mark.parametrize(("kind", "remedy"), [("mistral4", "use backend='jax'"), ("t5", "take another model")])
+def test_a_model_type_without_a_text_model_is_for_the_other_backend_if_that_has_it(kind: str, remedy: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"no causal language model of this type: .*, or {remedy}"):
+        build(transformers.AutoConfig.for_model(kind), shrunk=True)
 
 
 class CommandLine:
@@ -325,7 +326,7 @@ def test_a_config_that_cannot_be_read_is_one_sentence(
 
 def test_loading_a_type_that_transformers_does_not_know_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of-no-library"}))
-    with pytest.raises(UnsupportedError, match=r"'of-no-library', for which transformers .* backend='jax'"):
+    with pytest.raises(UnsupportedError, match=r"'of-no-library', for which transformers .*, or take another model"):
         model_class(transformers, open_checkpoint(str(tmp_path)))
 
 

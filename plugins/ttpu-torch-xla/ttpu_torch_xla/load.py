@@ -9,6 +9,7 @@ import torch
 
 from ttpu_core.checkpoint import DTYPES, Checkpoint
 from ttpu_core.errors import CheckpointError, MappingError, UnsupportedError
+from ttpu_core.registry import default_registry
 from ttpu_torch_xla.encoders import encoder_class, is_encoder, without_pooling
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
@@ -99,7 +100,8 @@ def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
             return named
     none = UnsupportedError(
         f"{checkpoint.source} has model_type {checkpoint.config.model_type!r}, for which transformers "
-        f"{transformers.__version__} has no causal language model: update transformers, or use backend='jax'."
+        f"{transformers.__version__} has no causal language model: update transformers, or "
+        f"{other_way(checkpoint.config.model_type)}."
     )
     try:
         config = transformers.AutoConfig.from_pretrained(str(checkpoint.path))
@@ -117,6 +119,12 @@ def model_class(transformers: Any, checkpoint: Checkpoint) -> Any:
     if type(config) not in mapping:
         raise none
     return mapping[type(config)]
+
+
+def other_way(model_type: str) -> str:
+    """What to do with a model type that transformers has no causal language model of: the JAX backend runs what a
+    plugin describes."""
+    return "use backend='jax'" if default_registry().is_described(model_type) else "take another model"
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Any:

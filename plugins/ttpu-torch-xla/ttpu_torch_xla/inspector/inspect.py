@@ -15,6 +15,7 @@ from ttpu_core.config import ModelConfig
 from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.encoders import encoder_class, is_encoder, without_pooling
 from ttpu_torch_xla.inspector.observe import Finding, observe
+from ttpu_torch_xla.load import other_way
 from ttpu_torch_xla.patches.choice import patches_for
 from ttpu_torch_xla.patches.patch import applied
 from ttpu_torch_xla.runtime import TorchRuntime
@@ -69,7 +70,8 @@ def build(config: Any, *, shrunk: bool) -> Any:
     asked = f"a model of type {config.model_type!r} was to be inspected, but transformers {transformers.__version__}"
     encoder = is_encoder(ModelConfig.from_dict(config.to_dict()))
     if not encoder and type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise UnsupportedError(f"{asked} has no causal language model of this type: use backend='jax' for it.")
+        remedy = other_way(config.model_type)
+        raise UnsupportedError(f"{asked} has no causal language model of this type: update transformers, or {remedy}.")
     torch.manual_seed(0)
     try:
         if encoder:
