@@ -77,12 +77,19 @@ def test_the_command_prints_a_table_and_json_and_draws(tmp_path: Path) -> None:
     request = ["eval", name, name, "--text", str(text), "--window", "32", "--batch", "2", "--limit", "60", "--quiet"]
     table = CliRunner().invoke(app, [*request, "--plot", str(tmp_path / "figure.png")])
     assert table.exit_code == 0, table.output
-    assert "100.00%" in table.stdout
+    assert "59 tokens, windows of 32 every 16" in table.stdout and "100.00%" in table.stdout
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     parsed = CliRunner().invoke(app, [*request, "--json"])
     first, second = json.loads(parsed.stdout)["models"]
     assert (first["tokens"], first["divergence"], second["divergence"]) == (59, None, pytest.approx(0, abs=1e-6))
     assert first["loss"] == pytest.approx(second["loss"])
+
+
+def test_a_text_that_one_window_holds_is_said_to_have_one(tmp_path: Path) -> None:
+    name, text = str(llama_checkpoint(tmp_path / "one")), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    table = CliRunner().invoke(app, ["eval", name, "--text", str(text), "--limit", "20", "--quiet"])
+    assert "text.txt: 19 tokens, one window" in table.stdout
 
 
 def test_checkpoints_with_other_vocabularies_are_refused(tmp_path: Path) -> None:

@@ -195,7 +195,8 @@ def _print(text: Path, cut: Text, rows: Sequence[Evaluation]) -> None:
     from rich import box
     from rich.table import Table
 
-    title = f"{text.name}: {rows[0].tokens:,} tokens, windows of {cut.size:,} every {cut.stride:,}"
+    how = "one window" if len(cut.cut) == 1 else f"windows of {cut.size:,} every {cut.stride:,}"
+    title = f"{text.name}: {rows[0].tokens:,} tokens, {how}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     table.add_column("checkpoint", overflow="fold")
     compared = len(rows) > 1
