@@ -416,7 +416,7 @@ class TestEstimate:
         assert result.seconds == pytest.approx(3 * one) and not result.unmodelled
         assert result.breakdown.copy_wait == pytest.approx(3 * one - 15000 / 1.5e9)
         assert result.hbm_seconds == pytest.approx(3 * one, rel=1e-4)
-        assert result.total_seconds == pytest.approx(3 * one + schedule.LEAST_SECONDS)
+        assert result.total_seconds == pytest.approx(one + 15000 / 1.5e9 + 2 * schedule.LEAST_SECONDS)
         early = schedule.estimate(text.replace("custom-call(%b, %t)", "custom-call(%a, %t)"), "v5e")
         assert early.breakdown.copy_wait == pytest.approx(one)
 

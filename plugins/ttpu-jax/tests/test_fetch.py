@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ttpu_jax.ops.fetch import Choices, copies, start_copies, wait_for_copies
+from ttpu_jax.ops.fetch import Choices, copies
+from ttpu_jax.ops.fetch_tpu import start_copies, wait_for_copies
 
 TURNS, GROUPS = 3, (2, 1)
 SHAPES = ((8, 128), (2, 8, 128), (16, 128))

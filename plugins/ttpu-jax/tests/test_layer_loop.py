@@ -29,7 +29,6 @@ from ttpu_jax.aot.hbm import in_hbm
 from ttpu_jax.aot.steps import inference_step
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.model import layer_loop
-from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.model.layer_loop import LayerLoop, layer_loops
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.optimizations import Optimization
@@ -59,7 +58,7 @@ WITH_BIASES = LayerSpec(
 def loops(spec: ArchitectureSpec, *, last_only: bool = True, seq: int = SEQ, **options: Any) -> dict[int, LayerLoop]:
     found = Model(spec, "tensor=4", **options)
     runtime = found.model.runtime
-    decoder = Decoder(found.spec, found.params, found.spec.parameters, runtime)
+    decoder = found.model.module(found.params)
     x = jax.ShapeDtypeStruct((2, seq, spec.hidden_size), jnp.float32)
     return layer_loops(found.spec, list(decoder.layers), x, runtime, last_only=last_only)  # type: ignore[arg-type]
 
