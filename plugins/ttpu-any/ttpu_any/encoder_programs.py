@@ -9,7 +9,7 @@ import numpy as np
 
 from ttpu_any.aten.table import NEEDS_PLUGIN
 from ttpu_any.check import TOLERANCE
-from ttpu_any.sharding import batch_sharding, seen_sharding
+from ttpu_any.sharding import batch_sharding
 from ttpu_any.steps import position_offset
 from ttpu_any.stock import context_of
 from ttpu_any.trace import Shape, Traced, trace
@@ -40,7 +40,7 @@ class EncoderPrograms:
         self.context = context_of(config) - position_offset(model)
         self.vocab_size = int(config.vocab_size)
         self.pad = int(getattr(config, "pad_token_id", None) or 0)
-        self._seen = seen_sharding(placement)
+        self._seen = placement.read_by_host()
         self._masked: dict[tuple[int, int], Traced] = {}
         self._jitted: dict[tuple[int, int], Any] = {}
 

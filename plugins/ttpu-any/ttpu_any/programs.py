@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ttpu_any.sharding import batch_sharding, constrain_cache, seen_sharding
+from ttpu_any.sharding import batch_sharding, constrain_cache
 from ttpu_any.steps import Manner, Prefill, Steps
 from ttpu_any.trace import Traced
 from ttpu_core.errors import UnsupportedError
@@ -117,7 +117,7 @@ class StockPrograms(Programs):
         self.on_compile = on_compile
         self.compiles, self.compile_seconds = 0, 0.0
         self._params = params
-        self._seen = seen_sharding(placement)
+        self._seen = placement.read_by_host()
         self._programs = {}
         self._prefills: dict[tuple[int, int, int], Prefill] = {}
         self._decodes: dict[tuple[int, int], Traced] = {}

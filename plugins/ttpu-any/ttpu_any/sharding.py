@@ -79,12 +79,6 @@ def batch_sharding(placement: Placement, batch: int, rank: int) -> jax.sharding.
     return NamedSharding(placement.mesh, PartitionSpec(_of_rows(_sizes(placement), batch), *(None,) * (rank - 1)))
 
 
-def seen_sharding(placement: Placement) -> jax.sharding.Sharding | None:
-    """Where an array that the host reads lies: None leaves that to the compiler, unless a part of the array would be
-    out of this process's reach."""
-    return placement.whole() if jax.process_count() > 1 else None
-
-
 def cache_sharding(placement: Placement, shape: Sequence[int]) -> jax.sharding.Sharding:
     """Where a tensor of the cache lies."""
     if placement.mesh is None:

@@ -310,9 +310,7 @@ class Programs:
         None leaves them to the compiler."""
         placement = self.runtime.placement
         if not isinstance(first, DecodeState):
-            # Logits stay sharded as they are, unless a part of them would be out of this process's reach.
-            whole = placement.whole() if jax.process_count() > 1 else None
-            return jax.jit(function, out_shardings=whole if out is None else out)
+            return jax.jit(function, out_shardings=placement.read_by_host() if out is None else out)
         shardings = jax.tree.map(lambda array: array.sharding, first)
         return jax.jit(function, donate_argnums=1, out_shardings=(shardings, placement.whole()))
 

@@ -68,6 +68,11 @@ class Placement:
         """The sharding of an array that is replicated on every device."""
         return self.sharding((), (), "")
 
+    def read_by_host(self) -> Sharding | None:
+        """The sharding of an array that the host reads: None leaves it to the compiler, unless a part of the array
+        would be out of this process's reach."""
+        return self.whole() if jax.process_count() > 1 else None
+
     def array_axes(
         self, axes: tuple[str | None, ...], shape: tuple[int, ...], name: str
     ) -> tuple[tuple[str, ...], ...]:
