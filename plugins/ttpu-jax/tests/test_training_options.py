@@ -16,7 +16,7 @@ from ttpu_jax.aot.compile import compile_for
 from ttpu_jax.aot.topology import make_mesh, tpu_topology
 from ttpu_jax.compiler_flags import engine_options, fetch_options, program_options, training_options
 from ttpu_jax.compiling import compiled_with
-from ttpu_jax.ops.fetch import FETCH_BEGIN
+from ttpu_jax.ops.fetched import FETCH_BEGIN
 from ttpu_jax.ops.matmul import trained
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ttpu_jax.compiler_flags import DISABLED_PASSES, CompilerOption, fetch_options, refused_option
-from ttpu_jax.ops.fetch import FETCH_BEGIN
+from ttpu_jax.ops.fetched import FETCH_BEGIN
 
 logger = logging.getLogger(__name__)
 

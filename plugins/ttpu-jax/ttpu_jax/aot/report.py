@@ -31,7 +31,7 @@ from ttpu_jax.compiler_flags import program_options, training_options
 from ttpu_jax.model.modules import Runtime, different_ropes
 from ttpu_jax.model.support import check_supported
 from ttpu_jax.ops.attention import attention_choice
-from ttpu_jax.ops.fetch import FETCH_BEGIN
+from ttpu_jax.ops.fetched import FETCH_BEGIN
 from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.matmul.rings import StreamForm, stream_form
 from ttpu_jax.optimizations import Optimization, left_out_by

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, permute_seconds
 from ttpu_core.sharding.torus import Torus
-from ttpu_jax.ops.fetch import FETCH_BEGIN, FETCH_END
+from ttpu_jax.ops.fetched import FETCH_BEGIN, FETCH_END
 from ttpu_jax.ops.parts import OTHER
 
 from .hbm import Traffic, hbm_bytes

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-FETCH_BEGIN, FETCH_END = "fetch_begin", "fetch_end"
-"""Names of the kernels that begin copies, and that wait for them."""
+from ttpu_jax.ops.fetched import of_turn
+
 _WHOLE = PartitionSpec()
 
 
@@ -87,12 +87,3 @@ def copies(turn: jax.Array, groups: Sequence[Sequence[Choices]], mesh: Mesh, pla
         Copies(group, semaphore, mesh, parts)
         for group, semaphore, parts in zip(begun, semaphores, partitions, strict=True)
     )
-
-
-Groups = tuple[tuple[tuple[jax.Array, ...], ...], ...]
-"""Of each group, of each of its choices, an array of each turn."""
-
-
-def of_turn(groups: Groups, turn: int) -> tuple[tuple[jax.Array, ...], ...]:
-    """The arrays of a turn, by group."""
-    return tuple(tuple(choices[turn] for choices in group) for group in groups)

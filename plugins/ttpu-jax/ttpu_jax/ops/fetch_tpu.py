@@ -10,7 +10,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ttpu_jax.ops.fetch import FETCH_BEGIN, FETCH_END, Groups, of_turn
+from ttpu_jax.ops.fetched import FETCH_BEGIN, FETCH_END, Groups, of_turn
 
 
 def begin(turn: jax.Array, groups: Groups) -> tuple[tuple[tuple[jax.Array, ...], ...], tuple[jax.Array, ...]]:
