@@ -17,9 +17,11 @@ from ttpu import AutoModelForTPU
 from ttpu_core.errors import RequestError
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.model.loss import LossSums, TokenBatch
+from ttpu_jax.train.figures import names_of, of_update, updated
 from ttpu_jax.train.from_settings import OBJECTIVES
 from ttpu_jax.train.objectives.preference import dpo_losses
 from ttpu_jax.train.runner import JaxTrainRunner
+from ttpu_jax.train.step import Figures
 from ttpu_train.objectives import DPO, GRPO, KTO, ORPO, DPOLoss
 from ttpu_train.runner import Batch, LossSettings, OptimizerSettings, ScheduleSettings, StepSettings
 from ttpu_train.trainer import Trainer
@@ -236,6 +238,13 @@ def test_a_trainer_compares_with_the_model_before_training_and_resumes_bit_for_b
         np.testing.assert_array_equal(resumed[path], value)
 
 
+def test_figures_that_no_example_has_are_left_out() -> None:
+    one, none = jax.numpy.float32(1), jax.numpy.float32(0)
+    sums = LossSums(one, one, one, one, {"rewards/rejected": (none, none), "rewards/chosen": (one, one + one)})
+    found = updated(names_of(sums), *of_update(Figures(sums, one, one, jax.numpy.asarray(False))).tolist())
+    assert found.metrics == {"rewards/chosen": 0.5}
+
+
 @pytest.mark.torch
 def test_the_balance_of_experts_joins_every_objective(tmp_path: Path) -> None:
     """TRL's trainers add router_aux_loss_coef times the model's aux_loss to the mean of their losses."""
@@ -274,8 +283,12 @@ def test_the_balance_of_experts_joins_every_objective(tmp_path: Path) -> None:
         np.testing.assert_allclose(with_balance - without, balance, rtol=1e-4, err_msg=method)
         np.testing.assert_allclose(sums.metrics["aux_loss"][0] / sums.metrics["aux_loss"][1], balance, rtol=1e-4)
         assert "aux_loss" not in plain.metrics
-    values = one.evaluate(given).values()
-    np.testing.assert_allclose(values.total / values.divisor, found["dpo"][1][0], rtol=1e-5)
+    np.testing.assert_allclose(one.step(given).values().loss, found["dpo"][1][0], rtol=1e-5)
+    values = one.evaluate(given).values()  # traced after the update, whose figures keep their names
+    after = one.step(given).values()
+    assert after.loss == pytest.approx(values.total / values.divisor, rel=1e-5)
+    expected = {name: value / weight for name, (value, weight) in values.metrics.items()}
+    assert after.metrics == pytest.approx(expected, rel=1e-4, abs=1e-5) and "aux_loss" in expected
     with pytest.raises(RequestError, match="router_aux_loss_coef was given with method='reward'"):
         Trainer(str(tmp_path), method="reward", train_dataset=[], router_aux_loss_coef=0.1)
     Trainer(str(tmp_path), method="orpo", train_dataset=[], router_aux_loss_coef=0.1)

@@ -139,7 +139,7 @@ def _metrics(runner: TrainRunner, total: EvalValues, prefix: str, seconds: float
         f"{prefix}_tokens_per_second": total.tokens / seconds,
     }
     if runner.settings.objective is not None:
-        figures = {f"{prefix}_{name}": value / (count or 1.0) for name, (value, count) in total.metrics.items()}
+        figures = {f"{prefix}_{name}": value / count for name, (value, count) in total.metrics.items() if count}
         return {f"{prefix}_loss": total.total / (total.divisor or 1.0), **figures, **speed}
     loss = total.cross_entropy / total.tokens
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
@@ -57,9 +58,16 @@ class Pending(Generic[Values]):
         return self.read(*(float(one) for one in np.asarray(self.array)))
 
 
+def names_of(sums: LossSums) -> tuple[str, ...]:
+    """The names of the objective's figures in the order of a program's results. They are sorted, because JAX sorts the
+    keys of a dictionary in some programs and keeps their order in others."""
+    return tuple(sorted(sums.metrics))
+
+
 def of_update(figures: Figures) -> jax.Array:
-    """The figures in the order of `Updated`, in one array [figures] that one transfer brings to the host."""
-    sums = figures.sums
+    """The figures in the order of `Updated` and `names_of`, in one array [figures] that one transfer brings to the
+    host. A figure of the objective that no example of the batch has is NaN."""
+    sums, names = figures.sums, names_of(figures.sums)
     return jnp.stack(
         [
             figures.loss,
@@ -68,15 +76,15 @@ def of_update(figures: Figures) -> jax.Array:
             figures.grad_norm,
             figures.learning_rate,
             figures.skipped.astype(jnp.float32),
-            *(total / jnp.where(count > 0, count, 1.0) for total, count in sums.metrics.values()),
+            *(jnp.where(count > 0, total / count, jnp.nan) for total, count in map(sums.metrics.__getitem__, names)),
         ]
     )
 
 
 def of_evaluation(sums: LossSums) -> jax.Array:
-    """The sums in the order of `Evaluated`, in one array [figures]."""
+    """The sums in the order of `Evaluated` and `names_of`, in one array [figures]."""
     divisor = sums.weight if sums.divisor is None else sums.divisor
-    metrics = [figure for pair in sums.metrics.values() for figure in pair]
+    metrics = [figure for name in names_of(sums) for figure in sums.metrics[name]]
     return jnp.stack([sums.cross_entropy, sums.weight, sums.correct, sums.total, divisor, *metrics])
 
 
@@ -90,13 +98,13 @@ def updated(
     skipped: float,
     *metrics: float,
 ) -> Updated:
-    """The figures of `of_update`, on the host.
+    """The figures of `of_update`, on the host, without those of the objective that no example of the batch has.
 
     Args:
-        names: of the objective's figures.
+        names: of the objective's figures, as `names_of` gives them.
         loss, cross_entropy, tokens, grad_norm, learning_rate, skipped, *metrics: in the order of `of_update`.
     """
-    named = dict(zip(names, metrics, strict=True))
+    named = {name: value for name, value in zip(names, metrics, strict=True) if not math.isnan(value)}
     return Updated(loss, cross_entropy, tokens, grad_norm, learning_rate, bool(skipped), named)
 
 
@@ -112,7 +120,7 @@ def evaluated(
     """The sums of `of_evaluation`, on the host.
 
     Args:
-        names: of the objective's figures.
+        names: of the objective's figures, as `names_of` gives them.
         cross_entropy, tokens, correct, total, divisor, *metrics: in the order of `of_evaluation`.
     """
     pairs = zip(metrics[::2], metrics[1::2], strict=True)

@@ -28,7 +28,16 @@ from ttpu_jax.params.quantized import shardings_of
 from ttpu_jax.train.adapter_files import identity_of_adapters, read_adapter, write_adapter
 from ttpu_jax.train.adapters import AdaptedModel, Adapters, find_adapters
 from ttpu_jax.train.checks import check_settings, warn_of_dropout
-from ttpu_jax.train.figures import Evaluated, Pending, Updated, evaluated, of_evaluation, of_update, updated
+from ttpu_jax.train.figures import (
+    Evaluated,
+    Pending,
+    Updated,
+    evaluated,
+    names_of,
+    of_evaluation,
+    of_update,
+    updated,
+)
 from ttpu_jax.train.from_settings import step_from_settings, trained_paths
 from ttpu_jax.train.held import HeldParameters
 from ttpu_jax.train.objectives.distill import TEACHER, distill_sums
@@ -130,7 +139,7 @@ class JaxTrainRunner:
         self._compiled_bytes: int | None = None
         self._released = False
         self._metrics: tuple[str, ...] = ()
-        """The names of the objective's figures, in the order of a program's results; known when one was traced."""
+        """The names of the objective's figures, in the order of every program's results; known when one was traced."""
         self._teacher: Teacher | None = None
         self._initial: dict[str, jax.Array] | None = None
         """Of the trained parameters, the values that the reference has where they differ from the present ones."""
@@ -177,7 +186,7 @@ class JaxTrainRunner:
 
         def sums(params: Mapping[str, Any], batch: TokenBatch) -> jax.Array:
             found = self._step.sums(self._step.computed(params), batch)
-            self._metrics = tuple(found.metrics)
+            self._metrics = names_of(found)
             return of_evaluation(found)
 
         array = self._run("evaluate", sums, self._placed(batch))
@@ -192,7 +201,7 @@ class JaxTrainRunner:
 
         def both(params: Mapping[str, Any], batch: TokenBatch) -> tuple[jax.Array, jax.Array]:
             found, logits = sums_and_logits(self._step, params, batch)
-            self._metrics = tuple(found.metrics)
+            self._metrics = names_of(found)
             return of_evaluation(found), logits
 
         placed = self._placed(batch)
@@ -504,7 +513,7 @@ class JaxTrainRunner:
             params: dict[str, Any], state: Any, batch: TokenBatch, number: jax.Array
         ) -> tuple[dict[str, Any], Any, jax.Array]:
             params, state, figures = step(params, state, batch, number)
-            self._metrics = tuple(figures.sums.metrics)
+            self._metrics = names_of(figures.sums)
             return params, state, of_update(figures)
 
         placement = self._zero.weights
