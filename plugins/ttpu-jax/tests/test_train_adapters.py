@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -151,6 +152,13 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_exports(checkpoint: Path, tmp
     logits = other.predict(rows)[1]
     for name, merge in (("adapter", False), ("merged", True)):
         assert export_run(tmp_path / "run", tmp_path / name, JaxBackend(), dtype="float32", merge=merge) == 2
+    header = tmp_path / "run" / "checkpoints" / "2" / "run.json"
+    kept = header.read_text()
+    header.write_text(kept.replace(json.loads(kept)["identity"]["adapters"]["files"], "of another base model"))
+    with pytest.raises(CheckpointError, match="its files are not those that the run trained beside: put the run's"):
+        export_run(tmp_path / "run", tmp_path / "merged", JaxBackend(), merge=True)
+    Checkpoints(other, tmp_path / "run" / "checkpoints", CheckpointPolicy()).restore()  # compares with the quantization
+    header.write_text(kept)
     merged = AutoModelForTPU.from_pretrained(str(tmp_path / "merged"), dtype="float32")
     np.testing.assert_allclose(merged(rows.tokens).logits, logits, atol=2e-5)
     np.testing.assert_allclose(other.model()(rows.tokens).logits, logits, atol=2e-5)
@@ -253,7 +261,7 @@ def test_attention_of_a_mixture_of_experts_is_adapted_as_by_peft(tmp_path: Path)
             runner(tmp_path / "moe", replace(settings, target_modules=(target,)))
 
 
-def test_whole_modules_and_biases_are_trained_beside_adapters(tmp_path: Path) -> None:
+def test_whole_modules_and_biases_are_trained_beside_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = llama_checkpoint(tmp_path / "llama", num_hidden_layers=1)
     settings = replace(LORA, modules_to_save=("lm_head",))
     one = runner(folder, settings, "tensor=2")
@@ -266,6 +274,22 @@ def test_whole_modules_and_biases_are_trained_beside_adapters(tmp_path: Path) ->
     begun = runner(folder, replace(settings, start=str(tmp_path / "adapter")))
     after = one.evaluate(batch(0)).values().cross_entropy
     assert begun.evaluate(batch(0)).values().cross_entropy == pytest.approx(after, rel=1e-6) and after != before
+
+    def files() -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir()}
+
+    def stops(tensors: Any, file: Path, **_: Any) -> None:
+        file.write_bytes(b"half of")
+        raise OSError(28, "No space left on device")
+
+    written = files()
+    modes = {file.stat().st_mode for file in (tmp_path / "adapter").iterdir()}
+    (tmp_path / "plain").touch()
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+    monkeypatch.setattr("ttpu_jax.train.adapter_files.save_file", stops)
+    with pytest.raises(OSError, match="No space left"):
+        one.save_pretrained(tmp_path / "adapter", "float32")
+    assert files() == written
 
 
 def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import math
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -25,6 +26,8 @@ from ttpu_core.files import writing_model
 from ttpu_core.mapping import FlaxMapping, Tensor, scatter
 
 MAX_SHARD_BYTES = 5 * 10**9
+PROBE = ".probe"
+"""The name of an empty file whose permissions follow from the umask."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
 
 
@@ -119,8 +122,7 @@ def save_checkpoint(
         if len(shards) == 1
         else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     )
-    with writing_model(target), tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging_name:
-        staging = Path(staging_name)
+    with writing_model(target), staging_folder(target) as staging:
         placed: dict[str, str] = {}
         total = 0
         for file, part in zip(names, parts, strict=True):
@@ -132,14 +134,26 @@ def save_checkpoint(
         if len(names) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        for file in names:  # safetensors creates files that only their owner can read: apply the umask
-            (staging / file).chmod((staging / "config.json").stat().st_mode)
         copy_small_files(source, staging)
-        for file in sorted(path.name for path in staging.iterdir()):
-            (staging / file).replace(target / file)
+    with writing_model(target):
         _remove_stale_weights(target, {*names, INDEX} if len(names) > 1 else set(names))
     wait_for_all()
     return target
+
+
+@contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder in `target`, whose files are renamed into `target` in the order of their names when all are
+    written. After an error they are deleted, and `target` is as it was."""
+    with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
+        staging = Path(name)
+        (staging / PROBE).touch()
+        mode = (staging / PROBE).stat().st_mode
+        (staging / PROBE).unlink()
+        yield staging
+        for file in sorted(staging.iterdir()):
+            file.chmod(mode)  # safetensors creates files that only their owner can read: apply the umask
+            file.replace(target / file.name)
 
 
 def on_host(array: jax.Array | np.ndarray | Deferred) -> np.ndarray:

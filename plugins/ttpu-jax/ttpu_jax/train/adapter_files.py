@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from ttpu_core.mapping import FlaxMapping, gather, pad_mapping, stack_layers
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
 from ttpu_jax.params.dtypes import stored_dtype
-from ttpu_jax.params.export import Deferred, export_tensors, wait_for_all
+from ttpu_jax.params.export import Deferred, export_tensors, staging_folder, wait_for_all
 from ttpu_jax.train.adapters import MAGNITUDE, PREFIX, A, Adapters, B
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def identity_of_adapters(adapters: Adapters, model: JaxCausalLM) -> dict[str, An
         modules: name of a trained array → its names in peft's files, one for each layer.
         whole: the stacked paths of the base model's parameters that are trained too.
         base: a digest of the base model's files, and of how it is quantized.
+        files: a digest of its files alone; None if it was not read from files.
         base_path: where these were.
     """
     modules: dict[str, list[str]] = {}
@@ -51,6 +53,7 @@ def identity_of_adapters(adapters: Adapters, model: JaxCausalLM) -> dict[str, An
         "modules": modules,
         "whole": sorted(adapters.whole),
         "base": _fingerprint(model),
+        "files": None if model.files is None else _of_files(model.files),
         "base_path": model.source,
     }
 
@@ -61,8 +64,10 @@ def write_adapter(
     arrays: Mapping[str, np.ndarray],
     architecture: Architecture,
     kind: np.dtype[Any],
+    beside: Iterable[Path] = (),
 ) -> Path:
-    """Write an adapter that peft and the serving engine read; return its folder. All processes must call this.
+    """Write an adapter that peft and the serving engine read; return its folder. An adapter that was there stays until
+    all files are written. All processes must call this.
 
     Args:
         folder: to write.
@@ -70,19 +75,20 @@ def write_adapter(
         arrays: stacked path or name → array without padding, on the host.
         architecture: of the base model.
         kind: the dtype of the written tensors.
+        beside: files that are copied, as those of the tokenizer.
     """
     assert identity is not None
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"{PREFIX}{name}": value for name, value in _whole_tensors(identity, arrays, architecture).items()}
         tensors |= _low_rank_tensors(identity, arrays)
-        save_file(
-            {name: np.ascontiguousarray(value.astype(kind)) for name, value in tensors.items()},
-            folder / WEIGHTS,
-            metadata={"format": "pt"},
-        )
+        written = {name: np.ascontiguousarray(value.astype(kind)) for name, value in tensors.items()}
         config = {**identity["peft_config"], "base_model_name_or_path": identity["base_path"]}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        with staging_folder(folder) as staging:
+            save_file(written, staging / WEIGHTS, metadata={"format": "pt"})
+            (staging / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            for file in beside:
+                shutil.copyfile(file, staging / file.name)
     wait_for_all()
     return folder
 
@@ -131,7 +137,7 @@ def merged_tensors(
     """Name → tensor of the base model's checkpoint with the adapter merged in float32, written in the dtype `kind`.
 
     Raises:
-        CheckpointError: the base model's files are not there any more.
+        CheckpointError: the base model's files are not there any more, or are others than those of the run.
         UnsupportedError: they hold quantized weights.
     """
     config = identity["peft_config"]
@@ -143,6 +149,12 @@ def merged_tensors(
             f"adapters were to be merged into {source}, but that cannot be opened ({error}): put the base model there, "
             "or export without --merge."
         ) from error
+    known = identity.get("files")  # which earlier versions did not record
+    if known is not None and known != _of_files(base.path):
+        raise CheckpointError(
+            f"adapters were to be merged into {source}, but its files are not those that the run trained beside: put "
+            "the run's base model there, or export without --merge."
+        )
     if architecture.config.get("quantization_config"):
         raise UnsupportedError(
             f"adapters were to be merged into {source}, but its weights are quantized: export without --merge, and "
@@ -200,10 +212,14 @@ def _target_names(adapters: Adapters) -> list[str]:
 
 
 def _fingerprint(model: JaxCausalLM) -> str:
-    """A digest of the files that the base model was loaded from, read in places, and of how it is quantized."""
-    digest = hashlib.sha256(repr(model.spec.kernel_formats).encode())
-    files = [] if model.files is None else sorted(model.files.glob("*.safetensors"))
-    for path in files:
+    """A digest of the files that the base model was loaded from, and of how it is quantized."""
+    return _of_files(model.files, repr(model.spec.kernel_formats))
+
+
+def _of_files(folder: Path | None, words: str = "") -> str:
+    """A digest of the weight files of a folder, read in places, and of words before them."""
+    digest = hashlib.sha256(words.encode())
+    for path in () if folder is None else sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

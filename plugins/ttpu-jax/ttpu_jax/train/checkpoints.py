@@ -150,7 +150,7 @@ def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: P
             f"the checkpoint {place} was to be restored, but it is of {kinds[0]}, and this run trains {kinds[1]}: use "
             "that run's method, or another folder."
         )
-    ours, theirs = ({**one.get(ADAPTERS, {}), "base_path": None} for one in (wanted, found))
+    ours, theirs = ({**one.get(ADAPTERS, {}), "base_path": None, "files": None} for one in (wanted, found))
     if ours != theirs:
         words = {"peft_config": "another peft_config", "base": "another base model or quantization of it"}
         differ = [words.get(name, name) for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]

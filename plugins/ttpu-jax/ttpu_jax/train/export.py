@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -60,10 +59,8 @@ def export_checkpoint(
         if adapters is not None:
             arrays = {path: stored.read(path) for path in (*adapters["modules"], *adapters["whole"])}
             if not merge:
-                write_adapter(out, adapters, arrays, architecture, kind)
-                for pattern in ("*token*", "chat_template*"):
-                    for file in model.glob(pattern):
-                        shutil.copyfile(file, out / file.name)
+                beside = [file for pattern in ("*token*", "chat_template*") for file in model.glob(pattern)]
+                write_adapter(out, adapters, arrays, architecture, kind, beside)
                 return
             merged = merged_tensors(adapters, arrays, architecture, kind)
             rules = tuple((name, Tensor(name, value.shape)) for name, value in merged.items())
