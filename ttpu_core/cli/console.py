@@ -3,10 +3,11 @@ Results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,10 +50,19 @@ def print_facts(facts: Iterable[tuple[str, Iterable[str]]]) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout, and nothing else."""
+    """One JSON document on stdout, and nothing else. Numbers that are not finite are null."""
     import json
 
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(finite(value), indent=2, ensure_ascii=False))
+
+
+def finite(value: Any) -> Any:
+    """A value with None in place of each float that is not finite, because JSON has no NaN and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def note(text: str) -> None:

@@ -13,6 +13,7 @@ from tiny import llama_checkpoint
 from typer.testing import CliRunner
 
 from ttpu import AutoModelForTPU
+from ttpu_core.cli.console import print_json
 from ttpu_core.cli.main import app
 from ttpu_train.cli.train import exit_code, plain_warnings, resumed_if_restarted, what_is_left
 from ttpu_train.trainer import TrainOutput
@@ -106,6 +107,11 @@ def test_a_command_that_is_started_again_resumes_from_its_own_checkpoints(
 )
 def test_the_end_of_a_run_says_what_is_left(stopped_by: str | None, is_saved: bool, words: str) -> None:
     assert what_is_left(TrainOutput(7, 2.5, {}, stopped_by), Path("run"), is_saved=is_saved) == words
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"train_loss": float("nan"), "each": [float("-inf"), 1.5], "name": "run"})
+    assert json.loads(capsys.readouterr().out) == {"train_loss": None, "each": [None, 1.5], "name": "run"}
 
 
 def test_a_signal_gives_the_exit_status_that_shells_have_for_it() -> None:

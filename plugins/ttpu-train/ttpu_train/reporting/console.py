@@ -27,14 +27,14 @@ LEFT_OUT = ("_tokens", "_runtime", "_tokens_per_second")
 
 
 def line_of(logs: dict[str, Any]) -> str:
-    """One line of the log for people."""
+    """One line of the log for people; "" if none of its figures is shown."""
     figures = [f"{name} {form.format(logs[key])}" for key, (name, form) in SHOWN.items() if key in logs]
     more = [
         f"{key} {value:.4g}"
         for key, value in logs.items()
         if key.startswith("eval_") and key not in SHOWN and not key.endswith(LEFT_OUT) and isinstance(value, float)
     ]
-    return f"step {logs['step']:,}: " + ", ".join([*figures, *more])
+    return f"step {logs['step']:,}: " + ", ".join([*figures, *more]) if figures or more else ""
 
 
 class ConsoleReporter(TrainerCallback):
@@ -81,8 +81,8 @@ class ConsoleReporter(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Print a line."""
-        if logs and state.is_world_process_zero:
-            self._console.print(line_of(logs), soft_wrap=True, markup=False)
+        if logs and state.is_world_process_zero and (line := line_of(logs)):
+            self._console.print(line, soft_wrap=True, markup=False)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the bar."""

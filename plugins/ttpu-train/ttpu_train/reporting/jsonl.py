@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ttpu_core.cli.console import finite
 from ttpu_core.files import write_whole
 from ttpu_train.callbacks import TrainerCallback, TrainerControl, TrainerState
 
@@ -17,21 +18,24 @@ NAME = "log.jsonl"
 
 class JsonLinesReporter(TrainerCallback):
     """Appends each line of the log. Where a run goes back to a checkpoint, the lines after it are taken out. A file
-    that cannot be written, as on a full disk, is told of once and ends no run; its lines follow when they can."""
+    that cannot be written, as on a full disk, is told of once and ends no run; its lines follow when they can. Numbers
+    that are not finite are null. Lines before a training begins are written when it begins, because until then the file
+    may be another run's."""
 
     def __init__(self) -> None:
+        self._begun = False
         self._written: int | None = None  # lines; None: the file may hold anything
         self._fails = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write what is known already."""
         if state.is_world_process_zero:
-            self._written = None
+            self._begun, self._written = True, None
             self._write(args, state)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         """Append a line."""
-        if state.is_world_process_zero and logs:
+        if self._begun and state.is_world_process_zero and logs:
             self._write(args, state)
 
     def _write(self, args: Any, state: TrainerState) -> None:
@@ -54,4 +58,4 @@ class JsonLinesReporter(TrainerCallback):
 
 
 def _line(logs: dict[str, Any]) -> str:
-    return json.dumps(logs) + "\n"
+    return json.dumps(finite(logs)) + "\n"
