@@ -494,7 +494,7 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
     assert store.best_step() is None and store.steps() == ()
     for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, None), 1):
         store.save(step, {}, None if loss is None else {"eval_loss": loss}, wait=True)
-    assert store.steps() == (2, 4, 5) and store.best_step() == 2
+    assert store.steps() == (2, 5) and store.best_step() == 2
     again = Checkpoints(one, tmp_path / "run", CheckpointPolicy(keep=2, best_metric="eval_loss"))
     assert again.best_step() == 2
 
@@ -509,7 +509,7 @@ def test_the_newest_and_the_best_checkpoints_stay_and_a_failed_save_is_told(
     logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: <Task of orbax>")  # as orbax does
     logging.getLogger("asyncio").error("another error")
     assert [record.message for record in caplog.records if record.name == "asyncio"] == ["another error"]
-    assert store.steps() == (2, 4, 5)
+    assert store.steps() == (2, 5)
     shutil.rmtree(tmp_path / ".model")
     with monkeypatch.context() as patch:
         patch.setattr("ttpu_jax.train.checkpoints.copy_small_files", full)

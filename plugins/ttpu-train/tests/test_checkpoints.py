@@ -16,7 +16,7 @@ from numpy_train_runner import BigramModel, NumpyBackend, NumpyFiles, NumpyTrain
 
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_train import checkpoints
-from ttpu_train.checkpoints import Checkpoints
+from ttpu_train.checkpoints import BestCheckpoint, Checkpoints, recorded_best
 from ttpu_train.export import export_run
 from ttpu_train.runner import CheckpointPolicy, StepSettings
 
@@ -149,8 +149,35 @@ def test_the_newest_and_the_best_stay(runner: NumpyTrainRunner, tmp_path: Path) 
     assert one.best_step() is None
     for step, value in enumerate((float("nan"), 3.0, 1.0, 2.0, None), 1):
         save(one, runner, step, metrics=None if value is None else {"eval_hits": value})
-    assert one.steps() == (2, 4, 5) and one.best_step() == 2
-    assert store(runner, tmp_path, best_metric="eval_hits").best_step() == 4
+    assert one.steps() == (2, 5) and one.best_step() == 2  # the best counts
+    save(one, runner, 6, metrics={"eval_hits": 4.0})
+    assert one.steps() == (5, 6)
+    alone = store(runner, tmp_path, keep=1, best_metric="eval_hits", greater_is_better=True)
+    save(alone, runner, 7)
+    assert alone.steps() == (6, 7)  # the newest and the best stay in any case
+    save(store(runner, tmp_path, keep=1), runner, 8)
+    assert names(tmp_path) == ["8"]
+
+
+def test_a_recorded_best_counts_until_the_next_save(runner: NumpyTrainRunner, tmp_path: Path) -> None:
+    one = store(runner, tmp_path, best_metric="eval_hits", greater_is_better=True)
+    for step, value in ((1, 2.0), (2, 1.0)):
+        save(one, runner, step, metrics={"eval_hits": value})
+    folder = tmp_path / "checkpoints"
+
+    def exported(step: int | None = None) -> int:
+        return export_run(tmp_path, tmp_path / "out", NumpyBackend(), step=step, dtype="float32")
+
+    assert recorded_best(folder) is None and exported() == 2
+    one.record_best(1)
+    assert recorded_best(folder) == BestCheckpoint(1, "eval_hits", 2.0) and one.steps() == (1, 2)
+    assert exported() == 1 and exported(2) == 2
+    shutil.rmtree(folder / "1")
+    assert recorded_best(folder) is None
+    (folder / "best.json").write_text("{")
+    assert exported() == 2
+    save(store(runner, tmp_path), runner, 3)
+    assert names(tmp_path) == ["2", "3"]
 
 
 def test_a_save_that_fails_leaves_the_earlier_ones(

@@ -11,12 +11,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from ttpu_core.errors import CheckpointError, RequestError
-from ttpu_core.files import first_line
+from ttpu_core.files import first_line, write_whole
 from ttpu_train.foreign import kind_of
 from ttpu_train.runner import CheckpointPolicy, TrainRunner
 from ttpu_train.tokenizer_files import replace_tokenizer
@@ -32,6 +33,8 @@ HEADER, TRAINER = "run.json", "trainer.json"
 MODEL, KEPT_MODEL = "model", ".model"
 """The folders with the model's config and tokenizer: of each checkpoint, and beside the folder of
 checkpoints, to which theirs are hard links."""
+BEST = "best.json"
+"""The file beside the checkpoints that records which of them a run chose at its end."""
 UNFINISHED = ".unfinished-"
 """Before the number of a checkpoint that is being written, or deleted."""
 REPLACED = ".replaced-"
@@ -88,6 +91,32 @@ def read_header(place: Path) -> dict[str, Any]:
         if found != size:
             raise ValueError(f"{name} has {found:,} bytes of {size:,}")
     return header
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint that a run chose at its end.
+
+    Attributes:
+        step: updates before it was written.
+        metric: the name of the metric that it is the best by.
+        value: of the metric.
+    """
+
+    step: int
+    metric: str
+    value: float
+
+
+def recorded_best(folder: Path) -> BestCheckpoint | None:
+    """The checkpoint in a folder that a run chose as the best at its end. None if it chose none, if it was resumed and
+    saved others since, or if that checkpoint is not there any more."""
+    try:
+        found = json.loads((folder / BEST).read_text(encoding="utf-8"))
+        best = BestCheckpoint(int(found["step"]), str(found["metric"]), float(found["value"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return best if best.step in steps_in(folder) else None
 
 
 class Checkpoints:
@@ -166,6 +195,22 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """The step with the best metric, or None."""
         return self._best(self.steps())
+
+    def record_best(self, step: int) -> None:
+        """Record that the run ended with the weights of this checkpoint, for `recorded_best`. The next save deletes the
+        record.
+
+        Raises:
+            CheckpointError: it cannot be written, as on a full disk.
+        """
+        metric = self._policy.best_metric
+        best = {"step": step, "metric": metric, "value": (self._header(step).get("metrics") or {}).get(metric)}
+
+        def write() -> None:
+            if self._writes:
+                write_whole(self._folder / BEST, json.dumps(best) + "\n")
+
+        self._together(write)
 
     def restore(self, step: int | None = None) -> Mapping[str, Any]:
         """Put a checkpoint into the runner, whatever mesh and ZeRO stage wrote it, and return what the trainer gave.
@@ -264,7 +309,8 @@ class Checkpoints:
         )
 
     def _prepare(self) -> None:
-        """Before the first save: make the folder, and delete what a killed run left of this one."""
+        """Before a save: make the folder, and delete the record of the best checkpoint, because the run goes on. Before
+        the first one: delete what a killed run left of this one."""
         if not self._writes:
             return
         model = self._folder.parent / KEPT_MODEL
@@ -275,6 +321,7 @@ class Checkpoints:
                 shutil.rmtree(left)
         if not self._is_ready or not (model / "config.json").is_file():
             self._write_model(model)
+        (self._folder / BEST).unlink(missing_ok=True)
         self._is_ready = True
 
     def _write_model(self, model: Path) -> None:
@@ -347,10 +394,10 @@ class Checkpoints:
         if self._policy.keep is None:
             return
         steps = [step for step in steps_in(self._folder) if step <= newest and self._is_ours(step)]
-        kept = {*steps[-self._policy.keep :], self._best(steps)}
-        for step in steps:
-            if step not in kept:
-                _delete(self._folder / str(step))
+        protected = {newest, self._best(steps)} - {None}
+        others = [step for step in steps if step not in protected]
+        for step in others[: max(0, len(steps) - max(self._policy.keep, len(protected)))]:
+            _delete(self._folder / str(step))
 
     def _best(self, steps: Iterable[int]) -> int | None:
         metric, values = self._policy.best_metric, {}

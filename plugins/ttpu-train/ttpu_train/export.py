@@ -10,7 +10,7 @@ from typing import Any
 
 from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.files import DISK_FULL, first_line, names_other_file, writing_model
-from ttpu_train.checkpoints import CHECKPOINTS, check_backend, read_header, steps_in
+from ttpu_train.checkpoints import CHECKPOINTS, check_backend, read_header, recorded_best, steps_in
 from ttpu_train.foreign import kind_of
 
 
@@ -23,7 +23,7 @@ def export_run(
         run: the run's output_dir.
         out: the folder to write.
         backend: that wrote the run's checkpoints.
-        step: which checkpoint; None takes the newest.
+        step: which checkpoint; None takes the one that the run chose as the best at its end, or else the newest.
         dtype: of the written weights.
         merge: of a run that trains adapters, write the base model with them merged.
 
@@ -43,15 +43,18 @@ def export_run(
 
 
 def _chosen(run: Path, step: int | None) -> Path:
-    """The folder of the checkpoint of a step, or of the newest.
+    """The folder of the checkpoint of a step; without a step of the one that the run chose, or of the newest.
 
     Raises:
         CheckpointError: it is not there.
     """
     folder = (run / CHECKPOINTS).resolve()
     steps = () if run.is_file() else steps_in(folder)
-    if steps and (step is None or step in steps):
-        return folder / str(steps[-1] if step is None else step)
+    if steps and step is None:
+        best = recorded_best(folder)
+        return folder / str(steps[-1] if best is None else best.step)
+    if step in steps:
+        return folder / str(step)
     kind = None if steps else kind_of(run)
     if steps:
         found = f"there are those of {list(steps)}"

@@ -160,8 +160,9 @@ class CheckpointPolicy:
     """Which checkpoints of a run stay.
 
     Attributes:
-        keep: the newest that stay; None keeps all.
-        best_metric: the metric whose best checkpoint stays too; None for none.
+        keep: how many stay, the newest ones; None keeps all.
+        best_metric: the metric whose best checkpoint is among them; None for none. The newest and the best stay even if
+            `keep` is 1.
         greater_is_better: whether a greater metric is better.
         last_saved_alone: only the checkpoint that was saved last stays, whatever its step.
     """
@@ -209,7 +210,7 @@ class StepValues:
         grad_norm: of all trained parameters' gradients, before clipping.
         learning_rate: of this update.
         skipped: nothing was changed, because the gradients were not finite.
-        metrics: means of the objective's own figures, by name.
+        metrics: means of the objective's own figures, by name, without those that no example of the batch has.
     """
 
     loss: float

@@ -23,7 +23,9 @@ class DtypeChoice(StrEnum):
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a training run.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the checkpoint to write.")],
-    step: Annotated[int | None, typer.Option(metavar="N", help="Of this update; without it, of the newest.")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of this update, in place of the best or the newest.")
+    ] = None,
     dtype: Annotated[DtypeChoice, typer.Option(help="What weights are written in.")] = DtypeChoice.bfloat16,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a run of adapters: write the base model with them merged.")
@@ -32,6 +34,9 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a training run's weights as a checkpoint that transformers, vLLM and ttpu load.
+
+    The weights are those of the best checkpoint where load_best_model_at_end chose one at the end of the run, and else
+    of the newest; --step names another.
 
     A run of adapters (peft_config) is written as an adapter that peft and the serving engine read, or with --merge as
     a checkpoint. It needs none of the devices that the run had.
@@ -43,12 +48,15 @@ def export(
       ttpu export ./run --step 500 --out ./model-500 --dtype float32
       ttpu export ./lora-run --merge --out ./model
     """
+    from ttpu_train.checkpoints import CHECKPOINTS, recorded_best
     from ttpu_train.export import export_run
     from ttpu_train.inputs import training_backend
 
     runs = training_backend(backend)
+    best = recorded_best(run.expanduser() / CHECKPOINTS) if step is None else None
     written = export_run(run.expanduser(), out.expanduser(), runs, step=step, dtype=dtype.value, merge=merge)
     if as_json:
-        print_json({"folder": str(out), "step": written, "dtype": dtype.value})
+        print_json({"folder": str(out), "step": written, "dtype": dtype.value, "is_best": best is not None})
     else:
-        print(f"{out}: the weights after update {written:,}, in {dtype.value}")
+        chosen = "" if best is None else f", the best of the run by {best.metric} ({best.value:.4g})"
+        print(f"{out}: the weights after update {written:,}{chosen}, in {dtype.value}")
