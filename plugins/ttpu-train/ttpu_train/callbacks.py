@@ -5,7 +5,7 @@ transformers' Trainer works here if it reads no torch object."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -78,6 +78,13 @@ class TrainerState:
         for name, value in saved.items():
             if name in known:
                 setattr(self, name, value)
+
+
+def log_line(state: TrainerState, logs: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the log with its epoch and its step. It is added to the state's history."""
+    line = {**logs, "epoch": round(state.epoch, 6), "step": state.global_step}
+    state.log_history.append(line)
+    return line
 
 
 @dataclass

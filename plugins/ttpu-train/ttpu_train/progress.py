@@ -3,7 +3,6 @@ trackers."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Any
 
@@ -84,8 +83,7 @@ class Progress:
         last = window.last
         if last is None:
             return
-        loss = sum(window.losses) / len(window.losses) if window.losses else math.nan
-        logs: dict[str, Any] = {"loss": loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
+        logs: dict[str, Any] = {"loss": window.loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
         if window.skipped:
             logs["skipped_updates"] = window.skipped
         self._tell("on_log", logs={**logs, **self._meter.figures(), "step": self._trainer.state.global_step})

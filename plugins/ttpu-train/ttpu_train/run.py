@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from ttpu_core.errors import TTPUError
 from ttpu_train.arguments import TrainingArguments, steps_of
-from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
+from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState, log_line
 from ttpu_train.checkpoints import Checkpoints
 from ttpu_train.interrupts import StopRequest
 from ttpu_train.objectives import Reward
-from ttpu_train.resuming import BEST, compare
+from ttpu_train.resuming import BEST, compare, refuse_earlier_run
 from ttpu_train.runner import Batch, InFlight, StepValues, TrainRunner
 from ttpu_train.throughput import Meter
 from ttpu_train.watchdog import Watchdog
@@ -113,10 +113,12 @@ class Intervals:
         )
 
     def after_step(self, control: TrainerControl, step: int) -> None:
-        """Ask for what is due after update number `step`."""
-        control.should_log = step % self.logging == 0 or step == self.total or (self.first and step == 1)
-        control.should_evaluate = self.evaluation is not None and step % self.evaluation == 0
-        control.should_save = self.saving is not None and step % self.saving == 0
+        """Ask for what is due after update number `step`, beside what callbacks asked for. The last update is always
+        evaluated, as in transformers."""
+        is_last = step == self.total
+        control.should_log |= step % self.logging == 0 or is_last or (self.first and step == 1)
+        control.should_evaluate |= self.evaluation is not None and (step % self.evaluation == 0 or is_last)
+        control.should_save |= self.saving is not None and step % self.saving == 0
 
     def after_epoch(self, control: TrainerControl) -> None:
         """Ask for what is due at the end of an epoch."""
@@ -129,6 +131,7 @@ class Window:
     """The figures of the updates since the last line of the log."""
 
     losses: list[float] = field(default_factory=list)
+    cross_entropies: list[float] = field(default_factory=list)
     skipped: int = 0
     last: StepValues | None = None
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -140,8 +143,24 @@ class Window:
             self.skipped += 1
         else:
             self.losses.append(values.loss)
+            self.cross_entropies.append(values.cross_entropy)
             for name, value in values.metrics.items():
                 self.metrics.setdefault(name, []).append(value)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the updates that were not skipped; NaN if there are none."""
+        return _mean(self.losses) if self.losses else math.nan
+
+    def means(self) -> dict[str, float]:
+        """The means of the objective's figures, and the mean cross-entropy where more than that is minimized. Each mean
+        is over the updates that have the figure."""
+        found = {name: _mean(values) for name, values in self.metrics.items()}
+        return found if self.cross_entropies == self.losses else {"cross_entropy": _mean(self.cross_entropies), **found}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 @dataclass
@@ -157,7 +176,7 @@ class TrainingRun:
         control: what callbacks ask for.
         callbacks: are told.
         meter: measures throughput.
-        evaluate: evaluates and returns metrics; None where there is nothing to evaluate on.
+        evaluate: evaluates and returns metrics; None where nothing is ever evaluated.
         measured: further figures of a line of the log.
         arguments: what checkpoints keep of the run's arguments.
     """
@@ -205,12 +224,13 @@ class TrainingRun:
         intervals = Intervals.of(self.args, self.state.max_steps)
         self.control.should_training_stop = self.control.should_epoch_stop = False  # an earlier call's
         self._tell("on_train_begin")
-        if self.args.eval_on_start and self.evaluate is not None and self.state.global_step == 0:
+        if self.args.eval_on_start and self.args.eval_strategy != "no" and self.state.global_step == 0:
             self._evaluate()
         self.meter.start()
         with StopRequest() as stop, self._watchdog, _memory_named():
             while self.state.global_step < self.state.max_steps:
                 if not self._update(intervals):
+                    self._end_of_data(intervals)
                     break
                 if self._told_to_end(stop) or self.control.should_training_stop or self.control.should_epoch_stop:
                     break
@@ -247,29 +267,57 @@ class TrainingRun:
             batch = next(self.batches)
         except StopIteration:
             return False
+        control = self.control
+        control.should_log = control.should_evaluate = control.should_save = False
         self._tell("on_step_begin")
         self._watchdog.begin(state.global_step + 1, "devices")
         self._flying.append(self.runner.step(batch))
         state.global_step += 1
-        state.epoch = self.batches.epoch
+        number, state.epoch = state.global_step, self.batches.epoch
         epoch_ends = math.floor(state.epoch + 1e-9) > before
-        intervals.after_step(self.control, state.global_step)
+        intervals.after_step(control, number)
         while len(self._flying) > AHEAD:
             self._take()
         self._tell("on_step_end", latest=self._window.last)
-        self._do_what_is_due()
-        if epoch_ends:  # what is due by updates comes before this event, as in transformers
-            logged = self.control.should_log
-            intervals.after_epoch(self.control)
-            self._tell("on_epoch_end")
+        if state.global_step == number:  # no spike brought earlier weights back
             self._do_what_is_due()
-            self.control.should_log |= logged
+        epoch_ends |= number == state.max_steps or control.should_training_stop or control.should_epoch_stop
+        if epoch_ends and state.global_step == number:  # after a rollback the epoch goes on
+            self._end_epoch(intervals)
         return True
 
+    def _end_epoch(self, intervals: Intervals) -> None:
+        """Do what is due at the end of an epoch. As in transformers, this comes after what is due by updates, and also
+        where a run ends within an epoch."""
+        logged = self.control.should_log
+        intervals.after_epoch(self.control)
+        self._tell("on_epoch_end")
+        self._do_what_is_due()
+        self.control.should_log |= logged
+
+    def _end_of_data(self, intervals: Intervals) -> None:
+        """Warn that the data ended before the last update, and do what is due at the end of a run."""
+        self._drain()
+        state, control = self.state, self.control
+        if state.is_world_process_zero:
+            warnings.warn(
+                f"the training data ended after update {state.global_step:,}, but the run was to have "
+                f"{state.max_steps:,}, for which the learning rate was planned: an epoch had fewer rows than the first "
+                f"one, or a rollback passed over some; max_steps={state.max_steps} reads on in another epoch",
+                stacklevel=2,
+            )
+        control.should_log, control.should_save = True, False
+        control.should_evaluate = intervals.evaluation is not None and self._evaluated_at != state.global_step
+        self._do_what_is_due()
+        if abs(state.epoch - round(state.epoch)) > 1e-6:
+            self._end_epoch(intervals)
+
     def _do_what_is_due(self) -> None:
-        control = self.control
+        control, step = self.control, self.state.global_step
         if control.should_log or control.should_evaluate or control.should_save:
             self._drain()
+        if self.state.global_step < step:  # a spike brought earlier weights back
+            return
         if control.should_log:
             self._log_window()
         if control.should_evaluate and self.evaluate is not None:
@@ -351,23 +399,25 @@ class TrainingRun:
         figures = self.meter.figures()
         compared = self._watchdog.figures(self.runner)
         self.state.train_seconds += figures["step_seconds"] * (len(window.losses) + window.skipped)
-        loss = sum(window.losses) / len(window.losses) if window.losses else math.nan
-        logs: dict[str, Any] = {"loss": loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
-        if last.cross_entropy != last.loss and not isinstance(self.runner.settings.objective, Reward):
-            logs["cross_entropy"] = last.cross_entropy
+        logs: dict[str, Any] = {"loss": window.loss, "grad_norm": last.grad_norm, "learning_rate": last.learning_rate}
         if window.skipped:
             logs["skipped_updates"] = window.skipped
-        logs |= {name: sum(values) / len(values) for name, values in window.metrics.items()}
+        logs |= window.means()
+        if isinstance(self.runner.settings.objective, Reward):
+            logs.pop("cross_entropy", None)
         logs |= {} if self.measured is None else self.measured()
         self.log({**logs, **figures, **compared, "num_input_tokens_seen": self.state.num_input_tokens_seen})
 
     def log(self, logs: dict[str, Any]) -> None:
         """Write a line of the log: into the state's history, and to the callbacks."""
-        line = {**logs, "epoch": round(self.state.epoch, 6), "step": self.state.global_step}
-        self.state.log_history.append(line)
-        self._tell("on_log", logs=line)
+        self._tell("on_log", logs=log_line(self.state, logs))
 
     def _evaluate(self) -> None:
+        """Evaluate and log, while the meter stands still."""
+        with self.meter.paused():
+            self._measure()
+
+    def _measure(self) -> None:
         assert self.evaluate is not None
         metrics = self._last_metrics = self.evaluate()
         self._evaluated_at = self.state.global_step
@@ -377,22 +427,24 @@ class TrainingRun:
         value = metrics.get(self.args.best_metric)
         if value is None:
             if self.args.metric_for_best_model is not None:
-                self._save()  # so that nothing is lost: the run is resumed with another name
+                if self.args.save_strategy != "no":
+                    self._save()  # so that nothing is lost: the run is resumed with another name
                 raise TrainingError(
                     f"metric_for_best_model={self.args.metric_for_best_model!r} was asked for, but an evaluation gives "
                     f"{', '.join(one.removeprefix('eval_') for one in metrics)}: name one of these, or return it from "
                     "compute_metrics."
                 )
-        else:
+        elif math.isfinite(value):
             best, greater = self.state.best_metric, self.args.best_is_greatest
             if best is None or (value > best if greater else value < best):
                 self.state.best_metric, self.state.best_global_step = value, self.state.global_step
                 self.state.best_model_checkpoint = str(self.checkpoint_name(self.state.global_step))
-        self.meter.start()
 
     def _save(self) -> None:
         if self.store is None or self._saved_at == self.state.global_step:
             return
+        if self.args.save_strategy == "no" and self._saved_at is None:  # a callback asks for the first checkpoint
+            refuse_earlier_run(self.args.folder)
         metrics = self._last_metrics if self._evaluated_at == self.state.global_step else None
         trainer = {
             "state": self.state.saved(),
@@ -416,7 +468,8 @@ class TrainingRun:
         )
         self.batches.restore(dict(saved["data"]))
         self.state.restore(dict(saved["state"]))
-        if changed & set(BEST):
+        best = self.state.best_metric
+        if changed & set(BEST) or (best is not None and not math.isfinite(best)):
             self.state.best_metric = self.state.best_global_step = self.state.best_model_checkpoint = None
         self._running_mean = saved.get("running_mean")
         self._saved_at = self.state.global_step

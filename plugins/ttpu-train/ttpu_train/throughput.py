@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -26,6 +28,15 @@ class Meter:
     def start(self) -> None:
         """Begin to count."""
         self.tokens, self.updates, self.began = 0.0, 0, time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time that is spent within."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.began += time.perf_counter() - began
 
     def add(self, tokens: float) -> None:
         """Count an update on this many tokens."""
