@@ -147,7 +147,8 @@ def test_what_is_sampled_depends_on_seed_and_number_alone() -> None:
         a, b = next(first), next(second)
         np.testing.assert_array_equal(a.tokens, b.tokens)
     assert worker.seeds == again.seeds and len(set(worker.seeds)) == 3 * 4
-    assert first.steps_per_epoch == 4 and first.epoch == pytest.approx(2.5 * 2 / 3)
+    assert first.steps_per_epoch == 3.0 and [first.steps_of(epochs) for epochs in (1, 2, 0.5)] == [4, 6, 2]
+    assert first.epoch == pytest.approx(2.5 * 2 / 3)
     assert {"reward", "rollout_seconds", "completions/mean_length"} <= first.metrics().keys() and not first.metrics()
     both = batches(steps_per_generation=2, beta=0.1)
     rows = [next(both) for _ in range(2)]

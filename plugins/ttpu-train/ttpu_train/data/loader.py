@@ -4,6 +4,7 @@ saved and restored to the row. The global batch does not depend on how many proc
 from __future__ import annotations
 
 import bisect
+import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -103,6 +104,10 @@ class BatchLoader(Iterator[Batch]):
         last = number + 1 == batches.count(epoch)
         self._place(epoch + 1 if last else epoch, 0 if last else end, rows)
         return batch
+
+    def steps_of(self, epochs: float) -> int:
+        """Batches of a number of epochs, each of which has as many as the first."""
+        return math.ceil(self.steps_per_epoch * epochs)
 
     def _place(self, epoch: int, row: int, rows: int) -> None:
         """The next batch begins at a row of an epoch, which has `rows` of them."""

@@ -3,6 +3,7 @@ one update each. What is sampled depends on the run's seed, the number of the ro
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,7 +36,7 @@ class RolloutBatches(Iterator[Batch]):
 
     Attributes:
         epoch: passes over the prompts so far, with their fraction.
-        steps_per_epoch: updates of a pass, the last of which may read on into the next.
+        steps_per_epoch: updates of a pass on average: a rollout may read on into the next pass.
 
     Raises:
         RequestError: numbers of rows that do not divide each other.
@@ -83,8 +84,12 @@ class RolloutBatches(Iterator[Batch]):
         return self._rollout is None
 
     @property
-    def steps_per_epoch(self) -> int:
-        return -(-len(self._prompts) // self._groups) * self._updates
+    def steps_per_epoch(self) -> float:
+        return len(self._prompts) / self._groups * self._updates
+
+    def steps_of(self, epochs: float) -> int:
+        """Updates of the rollouts that a number of passes need. Only the last of these rollouts may read further."""
+        return math.ceil(round(len(self._prompts) * epochs / self._groups, 9)) * self._updates
 
     @property
     def _updates(self) -> int:
