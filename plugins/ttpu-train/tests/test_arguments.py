@@ -51,6 +51,7 @@ def test_shares_of_a_run_are_rounded_up() -> None:
 
 def test_the_best_checkpoint_stays_where_there_are_evaluations() -> None:
     assert TrainingArguments().checkpoint_policy().best_metric is None
+    assert TrainingArguments(eval_strategy="epoch").checkpoint_policy().best_metric is None  # no metric is named
     args = TrainingArguments(eval_strategy="epoch", metric_for_best_model="hits", save_total_limit=2)
     policy = args.checkpoint_policy()
     assert (policy.keep, policy.best_metric, policy.greater_is_better) == (2, "eval_hits", True)

@@ -21,19 +21,23 @@ from data_cases import tokenizer
 from numpy_train_runner import BigramModel, NumpyBackend, NumpyTrainRunner
 from transformers import EarlyStoppingCallback
 from transformers import TrainerCallback as TransformersCallback
+from typer.testing import CliRunner
 
 import ttpu_train.trainer
-from ttpu_core.errors import CheckpointError, DataError, RequestError
+from ttpu_core.cli.main import app
+from ttpu_core.errors import CheckpointError, DataError, MissingDependencyError, RequestError
 from ttpu_core.files import write_whole
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
+from ttpu_train.cli.train import what_is_left
 from ttpu_train.data.packing import RowPlanner
 from ttpu_train.evaluation import predict
 from ttpu_train.inputs import warn_of_long_rows
 from ttpu_train.reporting import picture
 from ttpu_train.resuming import compare
-from ttpu_train.run import TrainingError
-from ttpu_train.runner import Batch, RowLayout, StepSettings
+from ttpu_train.run import TrainingError, Window
+from ttpu_train.runner import Batch, RowLayout, StepSettings, StepValues
+from ttpu_train.throughput import Meter
 from ttpu_train.trainer import Trainer
 
 VOCAB, LENGTH, ROWS = 11, 8, 4
@@ -175,7 +179,7 @@ def test_callbacks_hear_every_event_in_order(backend: NumpyBackend, tmp_path: Pa
     step = ["on_step_begin", "on_step_end"]
     assert heard == [
         "on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, "on_log", "on_log", "on_evaluate", "on_save",
-        "on_train_end", "on_predict",
+        "on_epoch_end", "on_train_end", "on_predict",
     ]  # fmt: skip
 
 
@@ -242,6 +246,211 @@ def test_evaluations_that_improve_stop_no_run(backend: NumpyBackend, tmp_path: P
     assert two.train(resume_from_checkpoint=True).global_step == 6  # an earlier stop does not count
 
 
+def evaluated(one: Trainer) -> list[int]:
+    """The updates after which evaluations were logged."""
+    return [line["step"] for line in one.state.log_history if "eval_loss" in line]
+
+
+def saved(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return sorted(int(place.name) for place in (folder / "checkpoints").iterdir() if place.is_dir())
+
+
+def test_the_end_of_a_run_is_evaluated(backend: NumpyBackend, tmp_path: Path) -> None:
+    data = {"eval_dataset": examples(6, 1), "learning_rate": 0.5}
+    steps = trainer(tmp_path / "steps", **data, **BEST, eval_steps=4, save_steps=4, max_steps=6)
+    assert steps.train().best_step == 6  # the loss falls
+    assert evaluated(steps) == [4, 6] and saved(tmp_path / "steps") == [4, 6]
+
+    by_epochs = {**data, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    epochs = trainer(tmp_path / "epochs", **by_epochs, max_steps=8)  # an epoch has 6 updates
+    assert epochs.train().best_step == 8
+    assert evaluated(epochs) == [6, 8] and saved(tmp_path / "epochs") == [6, 8]
+
+    stopped = trainer(tmp_path / "stopped", **by_epochs, max_steps=8, callbacks=[StopAt(4)])
+    assert stopped.train().global_step == 4
+    assert evaluated(stopped) == saved(tmp_path / "stopped") == [4]
+
+
+def test_data_that_end_early_are_told_of_and_the_end_is_evaluated(backend: NumpyBackend, tmp_path: Path) -> None:
+    rollback = {"loss_spike_factor": 5.0, "loss_spike_action": "rollback", "max_steps": -1, "num_train_epochs": 2}
+    data = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 1}
+    one = trainer(tmp_path, **rollback, **data)
+    one.runner.spike_at = {7}  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="the training data ended after update 10, but the run was to have 12") as told:
+        assert one.train().global_step == 10
+    assert len([each for each in told if "the training data ended" in str(each.message)]) == 1
+    assert evaluated(one) == [4, 8, 10]
+
+
+def test_a_metric_that_is_not_finite_is_never_the_best(backend: NumpyBackend, tmp_path: Path) -> None:
+    scores = iter([float("nan"), 0.5, 0.2, 0.1])
+    given = {**BEST, "eval_dataset": examples(6, 1), "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "score"}
+    given["compute_metrics"] = lambda _: {"score": next(scores)}
+    one = trainer(tmp_path, **given, max_steps=3)
+    assert one.train().best_step == 2
+    assert (one.state.best_metric, one.state.best_global_step) == (0.5, 2)
+
+    place = tmp_path / "checkpoints" / "3"  # as earlier versions wrote it
+    kept, header = (json.loads((place / name).read_text()) for name in ("trainer.json", "run.json"))
+    kept["state"] |= {"best_metric": float("nan"), "best_global_step": 1}
+    (place / "trainer.json").write_text(json.dumps(kept))
+    header["files"]["trainer.json"] = (place / "trainer.json").stat().st_size
+    (place / "run.json").write_text(json.dumps(header))
+    two = trainer(tmp_path, **given, max_steps=4)
+    two.train(resume_from_checkpoint=True)
+    assert (two.state.best_metric, two.state.best_global_step) == (0.1, 4)
+
+
+def test_what_callbacks_ask_for_is_done_without_a_strategy(backend: NumpyBackend, tmp_path: Path) -> None:
+    class Asks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = state.global_step == 3
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = True
+
+    given = {"eval_dataset": examples(6, 1), "save_strategy": "no", "callbacks": [Asks]}
+    one = trainer(tmp_path, **given)
+    one.train()
+    assert evaluated(one) == saved(tmp_path) == [4]
+    with pytest.raises(RequestError, match=r"has checkpoints of an earlier one \(newest: 4\)"):
+        trainer(tmp_path, **given).train()  # where it is to save
+    without = trainer(tmp_path / "without", callbacks=[Asks])
+    with pytest.raises(RequestError, match="an evaluation was asked for, but the Trainer has no eval_dataset"):
+        without.train()
+
+
+def test_an_evaluation_by_hand_is_logged(backend: NumpyBackend, tmp_path: Path) -> None:
+    heard: list[dict[str, Any]] = []
+
+    class Listens(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            heard.append(logs)
+
+    one = trainer(tmp_path, eval_dataset=examples(6, 1), callbacks=[Listens])
+    one.train()
+    metrics = one.evaluate()
+    assert metrics["epoch"] == one.state.epoch == 2
+    assert heard[-1] == one.state.log_history[-1] == {**metrics, "step": 12}
+    file = tmp_path / "log.jsonl"
+    lines = file.read_text().splitlines()
+    assert json.loads(lines[-1]) == heard[-1] and "loss" in json.loads(lines[-2])
+    other = trainer(tmp_path, eval_dataset=examples(6, 1))  # does not touch the log of the run in its folder
+    other.evaluate(metric_key_prefix="test")
+    assert "test_loss" in other.state.log_history[-1] and file.read_text().splitlines() == lines
+
+
+def test_the_time_of_evaluations_is_left_out_of_the_throughput(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 10}
+    one = trainer(tmp_path, **data, callbacks=[StopAt(3)])
+    one.train()
+    last = one.state.log_history[-1]
+    assert last["step"] == 3 and last["tokens_per_second_per_device"] > 0
+    times = iter([0.0, 1.0, 11.0, 12.0, 12.0])
+    monkeypatch.setattr("ttpu_train.throughput.time.perf_counter", lambda: next(times))
+    meter = Meter(0.0, 1, None)
+    meter.start()
+    meter.add(8.0)
+    with meter.paused():
+        pass
+    assert meter.figures() == {"step_seconds": 2.0, "tokens_per_second_per_device": 4.0}
+
+
+def test_a_line_has_the_means_of_its_updates() -> None:
+    window, nan = Window(), float("nan")
+    window.add(StepValues(3.0, 2.0, 1.0, 1.0, 0.1, metrics={"rewards/chosen": 1.0}))
+    window.add(StepValues(nan, nan, 1.0, nan, 0.1, skipped=True, metrics={"rewards/chosen": nan}))
+    window.add(StepValues(5.0, 4.0, 1.0, 1.0, 0.1, metrics={"rewards/rejected": 2.0}))
+    assert window.loss == 4.0 and window.skipped == 1
+    assert window.means() == {"cross_entropy": 3.0, "rewards/chosen": 1.0, "rewards/rejected": 2.0}
+    window = Window()
+    window.add(StepValues(3.0, 3.0, 1.0, 1.0, 0.1))
+    assert window.means() == {}  # nothing but the cross-entropy is minimized
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(backend: NumpyBackend, tmp_path: Path) -> None:
+    one = trainer(tmp_path, max_steps=3)
+    one.runner.break_at = {1, 2, 3}  # type: ignore[attr-defined]
+    one.train()
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert (found["loss"], found["grad_norm"], found["skipped_updates"]) == (None, None, 3)
+
+
+def test_all_trackers_may_be_named_in_a_list(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttpu_train.reporting.trackers.find_spec", lambda name: None)
+    for every in ("all", ["all"]):
+        trainer(tmp_path, report_to=every)
+    with pytest.raises(MissingDependencyError, match="report_to='wandb' was asked for"):
+        trainer(tmp_path, report_to=["wandb"])
+
+
+@pytest.mark.parametrize(
+    ("rate", "given"),
+    [
+        (5e-5, {}),
+        (1e-6, {"method": "dpo"}),
+        (1e-6, {"method": "orpo"}),
+        (1e-6, {"method": "kto"}),
+        (1e-6, {"method": "grpo", "reward_funcs": len, "max_completion_length": 2}),
+        (1e-4, {"method": "reward"}),
+        (2e-5, {"method": "distill", "teacher_model": "a"}),
+    ],
+)
+def test_each_method_has_a_learning_rate(
+    backend: NumpyBackend, tmp_path: Path, rate: float, given: dict[str, Any]
+) -> None:
+    args = trainer(tmp_path, **given, learning_rate=None).args
+    assert args.learning_rate == args.step_settings(1).optimizer.learning_rate == rate
+    assert trainer(tmp_path, **given, learning_rate=5e-5).args.learning_rate == 5e-5
+    with pytest.raises(RequestError, match=r"min_lr=0\.001, but it is a number from 0 to"):
+        trainer(tmp_path, **given, learning_rate=None, **COSINE, lr_scheduler_kwargs={"min_lr": 1e-3})
+
+
+def test_a_resumed_run_keeps_its_learning_rate(
+    backend: NumpyBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    for where in (True, tmp_path / "checkpoints" / "2"):
+        one = trainer(tmp_path, max_steps=2, learning_rate=None)
+        with pytest.warns(UserWarning, match="nothing is left to do"):
+            one.train(resume_from_checkpoint=where)
+        assert one.args.learning_rate == 5.0 and not caplog.messages
+    new = trainer(tmp_path / "new", max_steps=2, learning_rate=None)
+    with pytest.warns(UserWarning, match="has no checkpoint: the run begins anew"):
+        new.train(resume_from_checkpoint=True)
+    assert new.args.learning_rate == 5e-5
+
+
+def test_an_export_takes_the_best_checkpoint_of_a_run(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter([0.1, 0.5, 0.2, 0.3, 0.4])
+    given = {**BEST, "eval_dataset": examples(6, 1), "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "score"}
+    given |= {"compute_metrics": lambda _: {"score": next(scores)}}
+    run = tmp_path / "run"
+    output = trainer(run, **given, max_steps=3).train()
+    assert output.best_step == 2 and "writes the best model, of update 2" in what_is_left(output, run, is_saved=True)
+    monkeypatch.setattr("ttpu_train.inputs.training_backend", lambda name: backend)
+
+    def exported(*more: str) -> str:
+        done = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out"), "--dtype=float32", *more])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "the weights after update 2, the best of the run by eval_score (0.5), in float32" in exported()
+    assert "the weights after update 3, in float32" in exported("--step", "3")
+    assert json.loads(exported("--json"))["is_best"] is True
+    more = {"max_steps": 5, "callbacks": [StopAt(4)], "load_best_model_at_end": False}
+    trainer(run, **{**given, **more}).train(resume_from_checkpoint=True)
+    assert "the weights after update 4, in float32" in exported()  # the run went on
+
+
 def test_epochs_give_the_number_of_updates(backend: NumpyBackend, tmp_path: Path) -> None:
     one = trainer(
         tmp_path, max_steps=-1, num_train_epochs=2, train_dataset=examples(10), save_strategy="epoch", logging_steps=0.5
@@ -283,6 +492,13 @@ def test_a_spike_brings_the_weights_of_the_newest_checkpoint_back(backend: Numpy
     assert len(runner.rows) > 12
     steps = [line["step"] for line in one.state.log_history]
     assert steps == list(range(1, 13))  # the lines after the checkpoint come once
+
+    data = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 9, "save_steps": 3}
+    ahead = trainer(tmp_path / "ahead", **data, loss_spike_factor=5.0, loss_spike_action="rollback", logging_steps=12)
+    ahead.runner.spike_at = {7}  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="the weights of step 6 are back"):  # when update 9 was given to the devices
+        ahead.train()
+    assert evaluated(ahead) == [9, 12]  # and not 6
 
     endless = trainer(tmp_path / "endless", loss_spike_factor=5.0, loss_spike_action="rollback", logging_steps=1)
     endless.runner.spike_at = set(range(7, 90))  # type: ignore[attr-defined]
@@ -326,7 +542,7 @@ def test_datasets_of_a_mapping_are_evaluated_by_name_and_together(backend: Numpy
     found = one.evaluate()
     assert found["eval_b_loss"] == pytest.approx(one.state.best_metric)
     alone, both = one.evaluate(data["a"]), one.evaluate([data["a"], examples(5, 2)])
-    assert {key.replace("eval_a_", "eval_") for key in found if key.startswith("eval_a_")} == set(alone)
+    assert {key.replace("eval_a_", "eval_") for key in found if key.startswith("eval_a_")} == set(alone) - {"epoch"}
     for key in ("loss", "accuracy", "tokens"):
         assert found[f"eval_a_{key}"] == pytest.approx(alone[f"eval_{key}"])
         assert found[f"eval_{key}"] == pytest.approx(both[f"eval_{key}"])
@@ -344,7 +560,7 @@ def test_metrics_may_be_numbers_of_numpy(backend: NumpyBackend, tmp_path: Path) 
     one.train()
     assert isinstance(one.state.best_metric, float)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line["eval_each"] for line in lines if line.get("eval_count") == 3] == [[0, 1], [0, 1]]
+    assert [line["eval_each"] for line in lines if line.get("eval_count") == 3] == [[0, 1]] * 3
     header = json.loads((tmp_path / "checkpoints" / "5" / "run.json").read_text())
     assert header["metrics"]["eval_top"] == lines[1]["eval_top"] > 0
     with pytest.raises(RequestError, match="compute_metrics returned NoneType 'None', but metrics by name are needed"):
@@ -425,6 +641,9 @@ def test_tensorboard_gets_the_log(backend: NumpyBackend, tmp_path: Path) -> None
 def test_old_checkpoints_go_and_the_newest_stay(backend: NumpyBackend, tmp_path: Path) -> None:
     trainer(tmp_path, save_steps=2, save_total_limit=2).train()
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [10, 12]
+    by_loss = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    trainer(tmp_path / "evaluated", **by_loss, save_total_limit=2).train()  # no metric says which is the best
+    assert saved(tmp_path / "evaluated") == [10, 12]
     trainer(tmp_path / "none", save_strategy="no").train()
     assert not (tmp_path / "none" / "checkpoints").exists()
 

@@ -3,8 +3,10 @@ where it has them, and of TRL's `SFTConfig` for text."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -41,6 +43,8 @@ NOT_NEGATIVE = (
     "learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "z_loss", "nan_limit",
     "loss_spike_factor", "hung_step_factor", "seed", "data_seed", "dataloader_num_workers",
 )  # fmt: skip
+USUAL_RATE = 5e-5
+"""The learning rate of transformers' Trainer."""
 REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -55,7 +59,7 @@ class TrainingArguments:
         gradient_accumulation_steps: parts that the batch of one update is computed in, one after the other.
         num_train_epochs: passes over the training data, unless max_steps is given.
         max_steps: updates; -1 leaves it to the epochs.
-        learning_rate: the peak of the schedule.
+        learning_rate: the peak of the schedule; None is the default of the trainer's method, 5e-5 of "sft".
         lr_scheduler_type: linear, cosine, cosine_with_min_lr, constant, constant_with_warmup, inverse_sqrt or
             warmup_stable_decay.
         lr_scheduler_kwargs: min_lr_rate, a share of the peak, or min_lr (cosine_with_min_lr, cosine,
@@ -114,8 +118,9 @@ class TrainingArguments:
         eval_tasks_engine_options: of the serving engine that answers them, such as {"max_model_len": 8192}.
         save_strategy: no, steps or epoch: when checkpoints are written. Unless "no", the end of a run writes one too.
         save_steps: updates between two checkpoints; below 1, a share of all updates.
-        save_total_limit: the newest checkpoints that stay; None keeps all.
-        load_best_model_at_end: end with the weights of the best evaluation.
+        save_total_limit: checkpoints that stay: the newest ones, and where metric_for_best_model is set the best in
+            place of the oldest of them. None keeps all.
+        load_best_model_at_end: end with the weights of the best evaluation, which `ttpu export` writes then.
         metric_for_best_model: "loss" (the default with load_best_model_at_end), or another metric; a prefix eval_ may
             be left out.
         greater_is_better: None: unless the metric's name ends in loss, perplexity or bits_per_byte.
@@ -142,7 +147,7 @@ class TrainingArguments:
     gradient_accumulation_steps: int = 1
     num_train_epochs: float = 3.0
     max_steps: int = -1
-    learning_rate: float = 5e-5
+    learning_rate: float | None = None
     lr_scheduler_type: str = "linear"
     lr_scheduler_kwargs: Mapping[str, Any] | None = None
     warmup_steps: float = 0
@@ -227,7 +232,7 @@ class TrainingArguments:
             need(value is None or value > 0, name, value, "above 0")
             need(value is None or value < 1 or value % 1 == 0, name, value, "a whole number, or a share below 1")
         among(self.lr_scheduler_type, "lr_scheduler_type", SCHEDULES)
-        schedule_settings(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate, 0, 1)
+        self._check_schedule()
         among(self.optim, "optim", OPTIMIZERS)
         among(self.remat, "remat", get_args(Remat))
         among(self.eval_strategy, "eval_strategy", get_args(Interval))
@@ -282,6 +287,17 @@ class TrainingArguments:
         refuse_unknown(given, (one.name for one in fields(cls)), "the trainer", "it", " (see docs/training.md)")
         return cls(**given)
 
+    def with_learning_rate(self, rate: float) -> Self:
+        """The same arguments with a learning rate.
+
+        Raises:
+            RequestError: the schedule ends at a greater rate.
+        """
+        made = copy(self)
+        object.__setattr__(made, "learning_rate", rate)
+        made._check_schedule()
+        return made
+
     @property
     def adapters(self) -> AdapterSettings | None:
         """The adapters that are trained; None trains weights."""
@@ -309,7 +325,12 @@ class TrainingArguments:
     def reporters(self) -> tuple[str, ...]:
         """The names in `report_to`, without "none"; "all" is all that is known."""
         names = (self.report_to,) if isinstance(self.report_to, str) else tuple(self.report_to)
-        return REPORTERS if names == ("all",) else tuple(name for name in names if name != "none")
+        return REPORTERS if self.reports_to_all else tuple(name for name in names if name != "none")
+
+    @property
+    def reports_to_all(self) -> bool:
+        """Whether `report_to` is "all", which leaves out trackers that are not installed."""
+        return self.report_to == "all" or tuple(self.report_to) == ("all",)
 
     @property
     def profiled(self) -> tuple[int, int] | None:
@@ -347,6 +368,11 @@ class TrainingArguments:
         if self.remat != "auto" or self.gradient_checkpointing is None:
             return self.remat
         return "full" if self.gradient_checkpointing else "none"
+
+    def _check_schedule(self) -> None:
+        """Check what the schedule is given. The rate that it ends at is compared with the peak once that is known."""
+        peak = math.inf if self.learning_rate is None else self.learning_rate
+        schedule_settings(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, peak, 0, 1)
 
     def _check_recomputation(self) -> None:
         asked = self.gradient_checkpointing
@@ -405,10 +431,11 @@ class TrainingArguments:
     def step_settings(self, total_steps: int) -> StepSettings:
         """What the backend's runner is told, for a run of this many updates."""
         warmup, more = self.warmup(total_steps), self.lr_scheduler_kwargs or {}
-        schedule = schedule_settings(self.lr_scheduler_type, more, self.learning_rate, warmup, total_steps)
+        peak = USUAL_RATE if self.learning_rate is None else self.learning_rate
+        schedule = schedule_settings(self.lr_scheduler_type, more, peak, warmup, total_steps)
         optimizer = OptimizerSettings(
             OPTIMIZERS[self.optim],
-            self.learning_rate,
+            peak,
             schedule,
             self.weight_decay,
             self.adam_beta1,
@@ -432,8 +459,8 @@ class TrainingArguments:
         )
 
     def checkpoint_policy(self) -> CheckpointPolicy:
-        """Which checkpoints stay."""
-        best = self.best_metric if self.eval_strategy != "no" else None
+        """Which checkpoints stay: the best too, where metric_for_best_model says which that is."""
+        best = self.best_metric if self.eval_strategy != "no" and self.metric_for_best_model is not None else None
         return CheckpointPolicy(self.save_total_limit, best, self.best_is_greatest)
 
 

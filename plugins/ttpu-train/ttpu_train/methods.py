@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttpu_core.errors import RequestError
+from ttpu_train.arguments import USUAL_RATE
 from ttpu_train.distillation import NAMES as DISTILLATION_NAMES
 from ttpu_train.distillation import DistillMethod
 from ttpu_train.grpo.method import NAMES as GRPO_NAMES
@@ -19,6 +20,13 @@ METHOD_NAMES: Mapping[str, tuple[str, ...]] = {
     "grpo": GRPO_NAMES, "distill": DISTILLATION_NAMES, **PREFERENCE_NAMES
 }  # fmt: skip
 """The arguments of each method that are not fields of `TrainingArguments`."""
+
+
+LEARNING_RATES: Mapping[str, float] = {
+    "sft": USUAL_RATE, "dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "grpo": 1e-6, "reward": 1e-4, "distill": 2e-5
+}  # fmt: skip
+"""The learning rate of each method where none is given: of "sft" that of transformers' Trainer, of the others those of
+TRL's configurations (DPOConfig, ORPOConfig, KTOConfig, GRPOConfig, RewardConfig, GKDConfig)."""
 
 
 def method_of(name: str, args: Any, arguments: dict[str, Any]) -> tuple[Method | None, dict[str, Any]]:

@@ -3,6 +3,7 @@ that change what updates compute."""
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttpu_core.errors import RequestError
 from ttpu_train.arguments import TrainingArguments
-from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints, steps_in
+from ttpu_train.checkpoints import CHECKPOINTS, TRAINER, Checkpoints, steps_in
 from ttpu_train.foreign import kind_of
 from ttpu_train.runner import CheckpointPolicy, TrainRunner
 
@@ -113,6 +114,27 @@ def refuse_earlier_run(output_dir: Path) -> None:
             f"a run was to begin in {output_dir}, but that has checkpoints of an earlier one (newest: {steps[-1]:,}): "
             "pass resume_from_checkpoint=True to go on from it, or another output_dir."
         )
+
+
+def saved_learning_rate(resume: bool | str | Path, output_dir: Path) -> float | None:
+    """The learning rate that the checkpoint to resume was written with; None if there is none to read.
+
+    Args:
+        resume: True for the newest, or the folder of one.
+        output_dir: of the run.
+    """
+    if resume is True:
+        ours = output_dir / CHECKPOINTS
+        places = [ours / str(step) for step in reversed(steps_in(ours))]
+    else:
+        places = [Path(str(resume)).expanduser()]
+    for place in places:
+        try:
+            found = json.loads((place / TRAINER).read_text(encoding="utf-8"))["arguments"]["learning_rate"]
+        except (OSError, ValueError, KeyError, TypeError):  # damaged, or of another program
+            continue
+        return float(found) if isinstance(found, int | float) else None
+    return None
 
 
 def resume_run(

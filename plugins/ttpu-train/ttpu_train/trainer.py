@@ -17,7 +17,7 @@ from ttpu_core.errors import CheckpointError, RequestError
 from ttpu_core.files import writing_model
 from ttpu_core.spec.training_flops import training_flops
 from ttpu_train.arguments import TrainingArguments
-from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState
+from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState, log_line
 from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints
 from ttpu_train.data.loader import BatchLoader
 from ttpu_train.data.pairs import PairPlanner
@@ -39,7 +39,7 @@ from ttpu_train.inputs import (
     training_backend,
     warn_of_long_rows,
 )
-from ttpu_train.methods import METHOD_NAMES, method_of
+from ttpu_train.methods import LEARNING_RATES, METHOD_NAMES, method_of
 from ttpu_train.objectives import Objective, Reward
 from ttpu_train.planned import following_plan, planned_mesh
 from ttpu_train.preference import PreferenceMethod, opened_reward_model
@@ -48,7 +48,7 @@ from ttpu_train.reporting.console import ConsoleReporter
 from ttpu_train.reporting.jsonl import JsonLinesReporter
 from ttpu_train.reporting.picture import PictureReporter
 from ttpu_train.reporting.trackers import trackers
-from ttpu_train.resuming import kept_arguments, refuse_earlier_run, resume_run
+from ttpu_train.resuming import kept_arguments, refuse_earlier_run, resume_run, saved_learning_rate
 from ttpu_train.run import TrainingRun
 from ttpu_train.run_data import RunData
 from ttpu_train.runner import RowLayout, StepSettings, TrainRunner
@@ -67,12 +67,14 @@ class TrainOutput:
         metrics: of this call train_loss, train_runtime (seconds without evaluations), train_tokens and
             train_tokens_per_second; of the whole run total_flos and epoch.
         stopped_by: the name of the signal that ended the run early, or None.
+        best_step: the update whose weights load_best_model_at_end restored, or None.
     """
 
     global_step: int
     training_loss: float
     metrics: dict[str, float]
     stopped_by: str | None = None
+    best_step: int | None = None
 
 
 class Trainer:
@@ -143,6 +145,9 @@ class Trainer:
         else:
             given = {**(args or {}), **arguments}
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
+        self._rate_is_given = self.args.learning_rate is not None
+        if not self._rate_is_given:
+            self.args = self.args.with_learning_rate(LEARNING_RATES[method])
         self.args = following_plan(self.args, model, load_options or {})
         if isinstance(self.method, GRPOMethod):
             self.method.check(self.args, evaluates=eval_dataset is not None)
@@ -169,7 +174,7 @@ class Trainer:
         self.state, self.control = TrainerState(), TrainerControl()
         own = callbacks_in(callbacks)
         self._console = ConsoleReporter(bar=None if self.args.disable_tqdm is None else not self.args.disable_tqdm)
-        reporters = trackers(self.args.reporters, all_installed=self.args.report_to == "all")
+        reporters = trackers(self.args.reporters, all_installed=self.args.reports_to_all)
         self.callbacks = CallbackList([self._console, JsonLinesReporter(), *reporters, PictureReporter(), *own])
         if self.args.profiled is not None:
             self.callbacks.add(ProfileCallback(*self.args.profiled))
@@ -253,6 +258,9 @@ class Trainer:
         make_folder(self.args.folder)
         if not resume and self.args.save_strategy != "no" and (self._runner is None or not self._runner.step_count):
             refuse_earlier_run(self.args.folder)
+        if resume and self._runner is None and not self._rate_is_given:
+            rate = saved_learning_rate(resume, self.args.folder)
+            self.args = self.args if rate is None else self.args.with_learning_rate(rate)
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         if isinstance(self.method, PreferenceMethod):
@@ -265,7 +273,7 @@ class Trainer:
         passes = total / loader.steps_per_epoch if self.args.max_steps > 0 else self.args.num_train_epochs
         state.num_train_epochs = math.ceil(passes)
         state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
-        store = None if self.args.save_strategy == "no" and not resume else self._made_store(runner)
+        store = self._made_store(runner)
         spec = self._spec
         head = not isinstance(self._objective, Reward)
         flops = 0.0 if spec is None else training_flops(spec, self.args.max_length, head=head)
@@ -277,17 +285,17 @@ class Trainer:
             self.args,
             runner,
             loader,
-            store if self.args.save_strategy != "no" else None,
+            store,
             state,
             self.control,
             self.callbacks,
             meter,
-            self._evaluate if with_eval else None,
+            self._evaluate,
             lambda step: self.args.folder / CHECKPOINTS / str(step),
             loader.metrics if isinstance(loader, RolloutBatches) else None,
             kept_arguments(self.args, self._method_name, self._own_arguments, state.train_batch_size, total),
         )
-        restored = resume and store is not None and resume_run(run, store, resume, self.args.folder, runner)
+        restored = resume and resume_run(run, store, resume, self.args.folder, runner)
         if runner.step_count and not restored:
             raise RequestError(
                 f"train() was called again after {runner.step_count:,} updates, but the run would begin anew with "
@@ -307,15 +315,15 @@ class Trainer:
         try:
             stopped_by = run.run()
         except BaseException:
-            if store is not None:
-                store.settle()
+            store.settle()
             raise
         finally:
             self._console.close()
             loader.close()
             del self.training_batches
-        if self.args.load_best_model_at_end and store is not None:
-            self._restore_best(store)
+        best_step = self._restore_best(store) if self.args.load_best_model_at_end else None
+        if best_step is not None and stopped_by is None:
+            store.record_best(best_step)
         seconds, tokens = state.train_seconds - seconds_before, state.num_input_tokens_seen - tokens_before
         metrics = {
             "train_loss": run.mean_loss,
@@ -325,11 +333,11 @@ class Trainer:
             "total_flos": state.total_flos,
             "epoch": state.epoch,
         }
-        return TrainOutput(state.global_step, run.mean_loss, metrics, stopped_by)
+        return TrainOutput(state.global_step, run.mean_loss, metrics, stopped_by, best_step)
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """The loss of evaluation data with the weights as they are, and what `compute_metrics` returns; without
-        `eval_dataset` also the metrics of `eval_tasks`.
+        """The loss of evaluation data with the weights as they are, what `compute_metrics` returns, and the epoch;
+        without `eval_dataset` also the metrics of `eval_tasks`. They are logged, as those of evaluations in training.
 
         Args:
             eval_dataset: in place of the trainer's.
@@ -339,9 +347,12 @@ class Trainer:
             RequestError: there are no evaluation data.
         """
         metrics = self._evaluate(eval_dataset, metric_key_prefix)
-        self.callbacks.call(
-            "on_evaluate", self.args, self.state, self.control, model=self._runner, metrics=metrics
-        )
+        state = self.state
+        state.is_world_process_zero = state.is_local_process_zero = self.layout.process_index == 0
+        line = log_line(state, metrics)
+        metrics = {**metrics, "epoch": state.epoch}
+        for event, told in (("on_log", {"logs": line}), ("on_evaluate", {"metrics": metrics})):
+            self.callbacks.call(event, self.args, state, self.control, model=self._runner, **told)
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -442,13 +453,14 @@ class Trainer:
             )
         return self._loader(data, training=False)
 
-    def _restore_best(self, store: Checkpoints) -> None:
-        """Restore the best of the checkpoints that are there. Where not every evaluation is followed by one, that may
-        not be the best evaluation's."""
+    def _restore_best(self, store: Checkpoints) -> int | None:
+        """Restore the best of the checkpoints that are there, and return its step; None if none was evaluated. Where
+        not every evaluation is followed by a checkpoint, that may not be the best evaluation's."""
         best = self.state.best_global_step
         chosen = best if best in store.steps() else store.best_step()
         if chosen is not None:
             store.restore(chosen)
+        return chosen
 
     def _total_steps(self) -> int:
         """The updates of the whole run; 1 without training data."""
@@ -456,7 +468,7 @@ class Trainer:
             return self.args.max_steps
         if self.train_dataset is None:
             return 1
-        return max(1, math.ceil(self.training_batches.steps_per_epoch * self.args.num_train_epochs))
+        return max(1, self.training_batches.steps_of(self.args.num_train_epochs))
 
     @cached_property
     def _tasks(self) -> TaskEvaluation | None:

@@ -98,7 +98,8 @@ def what_is_left(output: TrainOutput, folder: Path, *, is_saved: bool) -> str:
         more = "the same command with resume=true goes on from there" if is_saved else nothing
         return f"stopped by {output.stopped_by} after step {steps}: {more}."
     loss = "none of them now" if math.isnan(output.training_loss) else f"loss {output.training_loss:.4f}"
-    more = f"`ttpu export {folder} --out DIR` writes the model" if is_saved else nothing
+    which = "the model" if output.best_step is None else f"the best model, of update {output.best_step:,}"
+    more = f"`ttpu export {folder} --out DIR` writes {which}" if is_saved else nothing
     return f"{folder}: {steps} updates, {loss}; {more}"
 
 
