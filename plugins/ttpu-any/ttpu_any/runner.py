@@ -23,7 +23,7 @@ from ttpu_any.trace import Traced
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_jax.ops.sampling import Sampled
 from ttpu_jax.params.placement import device_bytes
-from ttpu_jax.runner.batch import put_whole
+from ttpu_jax.runner.batch import IN_FLIGHT, put_whole
 from ttpu_jax.runner.compilation import Program
 from ttpu_jax.runner.memory import GIB, free_bytes
 from ttpu_jax.runner.slot_sampler import SampledRows, SlotSampler, named, read_rows
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ttpu_serve.api.engine_config import EngineConfig
     from ttpu_serve.runner import ModelRunner, RunnerStep
 
-IN_FLIGHT = -1
-"""See `ttpu_serve.runner.IN_FLIGHT`."""
 FREE_SHARE = 0.8
 """Of the free memory, what caches may take; the programs' temporaries need the rest."""
 

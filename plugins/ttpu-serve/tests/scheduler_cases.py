@@ -91,7 +91,7 @@ class Loop:
     def run(self, limit: int = 1000) -> None:
         """Until nothing is left to do."""
         for _ in range(limit):
-            if not self.scheduler.has_requests and not self.in_flight:
+            if not unfinished(self.scheduler) and not self.in_flight:
                 return
             in_flight = len(self.in_flight)
             assert self.step() is not None or in_flight, "requests are left, but nothing can run: a livelock"
@@ -104,6 +104,11 @@ class Loop:
                 answer = answer_alone(self.groups, done, done.max_output)
                 end = answer.index(self.stop) + 1 if self.stop in answer else None
                 assert done.output == answer[:end]
+
+
+def unfinished(scheduler: Scheduler) -> int:
+    """The number of requests that run or wait."""
+    return scheduler.running + scheduler.waiting
 
 
 def check(scheduler: Scheduler) -> None:

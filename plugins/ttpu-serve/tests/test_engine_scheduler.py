@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from null_device import answer_alone
-from scheduler_cases import FULL, Loop, request, settings, shake
+from scheduler_cases import FULL, Loop, request, settings, shake, unfinished
 
 from ttpu_core.errors import RequestError
 from ttpu_serve.execution.errors import QueueFullError
@@ -279,7 +279,7 @@ def test_finishing_twice_does_no_harm() -> None:
     loop.step()
     loop.scheduler.finish(added, "stop")
     loop.scheduler.finish(added, "length")
-    assert added.finish_reason == "stop" and not loop.scheduler.has_requests
+    assert added.finish_reason == "stop" and not unfinished(loop.scheduler)
 
 
 # preemption
@@ -640,7 +640,7 @@ def test_pages_behind_a_window_are_given_back_while_the_request_runs() -> None:
     loop = Loop(settings(max_num_batched_tokens=8), (PageGroup("window", 8, window=10),))
     loop.add(request("a", 60, 30))
     most = 0
-    while loop.scheduler.has_requests:
+    while unfinished(loop.scheduler):
         loop.step()
         most = max(most, *loop.scheduler.pages_in_use)
     assert most <= 5  # ten tokens before the step's first, and eight of the step, in pages of four

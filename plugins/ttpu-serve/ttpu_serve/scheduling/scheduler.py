@@ -62,11 +62,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._requests)
-
-    @property
     def tables(self) -> tuple[np.ndarray, ...]:
         """The block tables, per group int32 [max_num_seqs, pages_per_seq]."""
         return self.pages.tables

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import Literal
 
 import numpy as np
 
@@ -49,3 +51,16 @@ async def embedded(
             if delta.embedding is not None:
                 found[number] = delta.embedding
     return [found[number] for number in range(len(prompts))], streams.usage.prompt
+
+
+def written(vector: np.ndarray, encoding: Literal["float", "base64"] | None) -> list[float] | str:
+    """Return an embedding as a response has it.
+
+    Args:
+        vector: float32 [hidden].
+        encoding: "base64" gives the bytes of the numbers, the lowest byte of each first; else the numbers are given.
+    """
+    if encoding != "base64":
+        numbers: list[float] = vector.tolist()
+        return numbers
+    return base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()

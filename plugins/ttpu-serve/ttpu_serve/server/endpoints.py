@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import TokenizeRequest
-from ttpu_serve.server.embedding import embedded
+from ttpu_serve.server.embedding import embedded, written
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import until_gone
 from ttpu_serve.server.protocol import Body, DetokenizeRequest, EmbeddingRequest
@@ -101,12 +99,10 @@ async def embeddings_of(service: Service, body: EmbeddingRequest) -> dict[str, A
     vectors, count = await embedded(
         service, body.input, pooling=body.pooling, model=body.model, special=special, truncate=truncate
     )
-    data = []
-    for number, found in enumerate(vectors):
-        vector = np.ascontiguousarray(found, "<f4")
-        as_base64 = body.encoding_format == "base64"
-        value: Any = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
-        data.append({"object": "embedding", "index": number, "embedding": value})
+    data = [
+        {"object": "embedding", "index": number, "embedding": written(vector, body.encoding_format)}
+        for number, vector in enumerate(vectors)
+    ]
     usage = {"prompt_tokens": count, "total_tokens": count}
     return {"object": "list", "data": data, "model": body.model or service.names[0], "usage": usage}
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttpu_core.generation.ranges import short
-from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName, parsable
+from ttpu_serve.server.chat_items import call_arguments, check_fields, text_field
+from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName
 from ttpu_serve.server.errors import ApiError
-from ttpu_serve.server.given_fields import given_fields
 from ttpu_serve.server.protocol import Body, FreeJson, Texts, Unsupported, at_most
 
 _BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -180,7 +179,7 @@ def _turns(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
         elif kind == "tool_result" and message.role == "user":
             close()
             result = _texts(_flattened(block.get("content") or ""), f"{place}.content")
-            made.append({"role": "tool", "tool_call_id": _word(block, "tool_use_id", own), "content": result})
+            made.append({"role": "tool", "tool_call_id": text_field(block, "tool_use_id", own), "content": result})
         elif message.role != "assistant" or kind == "tool_result":
             raise ApiError(
                 f"{place} has a block of type {kind!r}, which {message.role} messages may not have: leave it out.",
@@ -189,8 +188,9 @@ def _turns(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_use":
-            function = {"name": _word(block, "name", own), "arguments": _arguments(block, own)}
-            calls.append({"id": _word(block, "id", own), "type": "function", "function": function})
+            arguments = call_arguments(json.dumps(block.get("input") or {}), f"{own}.input")
+            function = {"name": text_field(block, "name", own), "arguments": arguments}
+            calls.append({"id": text_field(block, "id", own), "type": "function", "function": function})
     if message.role == "assistant":
         turn: dict[str, Any] = {"role": "assistant", "content": _texts(said, place) if said or not calls else None}
         if calls:
@@ -200,22 +200,6 @@ def _turns(message: AnthropicMessage, place: str) -> list[dict[str, Any]]:
         return [turn]
     close()
     return made or [{"role": "user", "content": ""}]
-
-
-def _word(block: Block, name: str, place: str) -> str:
-    """Return a text that a block must have."""
-    if not isinstance(value := block.get(name), str):
-        raise ApiError(f"{place}.{name} is {short(value)}, but a text is needed: pass it.", param=f"{place}.{name}")
-    return value
-
-
-def _arguments(block: Block, place: str) -> str:
-    """Return the arguments of a call as JSON."""
-    text = json.dumps(block.get("input") or {})
-    try:
-        return parsable(text)
-    except ValueError as error:
-        raise ApiError(f"{place}.input is {short(text)}: {error}.", param=f"{place}.input") from error
 
 
 def _texts(blocks: list[Block], place: str) -> str:
@@ -248,8 +232,6 @@ def _checked(block: Any, place: str) -> str:
             param=place,
             code="unsupported_field",
         )
-    known = ("type", *_BLOCK_FIELDS[kind])
-    for name in sorted(set(block) - set(known)):
-        if name != "cache_control" and (reason := given_fields().refusal_of(str(name), place, known)):
-            raise ApiError(f"the field {name[:80]!r} of {place} was given, but {reason}.", param=place)
+    read = {name: value for name, value in block.items() if name != "cache_control"}
+    check_fields(read, ("type", *_BLOCK_FIELDS[kind]), place)
     return kind

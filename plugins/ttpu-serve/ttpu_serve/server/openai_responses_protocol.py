@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ttpu_core.generation.ranges import short
-from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName, parsable
+from ttpu_serve.server.chat_items import call_arguments, check_fields, text_field
+from ttpu_serve.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ChatRequest, FunctionName
 from ttpu_serve.server.errors import ApiError
-from ttpu_serve.server.given_fields import given_fields
 from ttpu_serve.server.protocol import Body, FreeJson, Unsupported, at_most
 
 Json = dict[str, Any]
@@ -194,8 +193,8 @@ def as_messages(items: Sequence[Json], before: Sequence[Json] = ()) -> list[Json
             reply = None if reply is not None and (reply["content"] or reply.get("tool_calls")) else reply
             of_reply()["reasoning"] = of_reply().get("reasoning", "") + _text(item.get("content") or [], place)
         elif kind == "function_call":
-            function = {"name": _word(item, "name", place), "arguments": _arguments(item, place)}
-            call = {"id": _word(item, "call_id", place), "type": "function", "function": function}
+            function = {"name": text_field(item, "name", place), "arguments": _arguments(item, place)}
+            call = {"id": text_field(item, "call_id", place), "type": "function", "function": function}
             of_reply().setdefault("tool_calls", []).append(call)
         elif kind == "message" and item.get("role") == "assistant":
             reply = None if reply is not None and (reply["content"] or reply.get("tool_calls")) else reply
@@ -204,7 +203,7 @@ def as_messages(items: Sequence[Json], before: Sequence[Json] = ()) -> list[Json
             reply = None
             if kind == "function_call_output":
                 output = _text(item.get("output"), place)
-                messages.append({"role": "tool", "tool_call_id": _word(item, "call_id", place), "content": output})
+                messages.append({"role": "tool", "tool_call_id": text_field(item, "call_id", place), "content": output})
             else:
                 if (role := item.get("role")) not in _ROLES:
                     raise ApiError(
@@ -216,23 +215,12 @@ def as_messages(items: Sequence[Json], before: Sequence[Json] = ()) -> list[Json
     return messages
 
 
-def _word(item: Json, name: str, place: str) -> str:
-    """Return a text that an item must have."""
-    if not isinstance(value := item.get(name), str):
-        raise ApiError(f"{place}.{name} is {short(value)}, but a text is needed: pass it.", param=f"{place}.{name}")
-    return value
-
-
 def _arguments(item: Json, place: str) -> str:
     """Return the arguments of a call."""
-    text = _word(item, "arguments", place)
-    try:
-        return parsable(text)
-    except ValueError as error:
-        if place == "previous_response_id":
-            message = f"{place} names a response that called a tool with the arguments {short(text)}: {error}."
-            raise ApiError(message, param=place) from error
-        raise ApiError(f"{place}.arguments is {short(text)}: {error}.", param=f"{place}.arguments") from error
+    text = text_field(item, "arguments", place)
+    if place == "previous_response_id":
+        return call_arguments(text, place, f"{place} names a response that called a tool with the arguments")
+    return call_arguments(text, f"{place}.arguments")
 
 
 def _kind(item: Json, place: str) -> str:
@@ -245,7 +233,7 @@ def _kind(item: Json, place: str) -> str:
             param=place,
             code="unsupported_field",
         )
-    _check_fields(item, ("type", *_ITEM_FIELDS[kind]), place)
+    check_fields(item, ("type", *_ITEM_FIELDS[kind]), place)
     return kind
 
 
@@ -266,12 +254,6 @@ def _text(content: Any, place: str) -> str:
                 param=place,
                 code="unsupported_field",
             )
-        _check_fields(part, _PART_FIELDS, f"{place}.content")
+        check_fields(part, _PART_FIELDS, f"{place}.content")
         texts.append(text)
     return "".join(texts)
-
-
-def _check_fields(value: Json, known: tuple[str, ...], place: str) -> None:
-    for name in sorted(map(str, set(value) - set(known))):
-        if reason := given_fields().refusal_of(name, place, known):
-            raise ApiError(f"the field {name[:80]!r} of {place} was given, but {reason}.", param=place)

@@ -112,7 +112,8 @@ def _flat(value: Any) -> Any:
     return value
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """Return a text as a list of it, and any other value as it is."""
     return [value] if isinstance(value, str) else value
 
 
@@ -130,7 +131,7 @@ Texts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
     Field(fail_fast=True),
     at_most(MAX_STOPS),
-    BeforeValidator(_as_list),
+    BeforeValidator(as_list),
     WithJsonSchema(TEXT_OR_TEXTS),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -145,7 +146,7 @@ BadWords = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
     Field(fail_fast=True),
     at_most(MOST_WORDS),
-    BeforeValidator(_as_list),
+    BeforeValidator(as_list),
     WithJsonSchema(TEXT_OR_TEXTS),
 ]
 Choices = Annotated[list[str], Field(fail_fast=True), at_most(MAX_CHOICES)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 import uuid
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,17 +12,13 @@ from pydantic import BeforeValidator, Field
 
 from ttpu_serve.pair_scores import NO_CLASSES, check_embeds, cosine, paired, ranked
 from ttpu_serve.server.body import UniqueKeys
-from ttpu_serve.server.embedding import embedded
+from ttpu_serve.server.embedding import embedded, written
 from ttpu_serve.server.errors import ApiError, JSONResponse
 from ttpu_serve.server.events import until_gone
-from ttpu_serve.server.protocol import Body, Prompts, Unsupported, at_most
+from ttpu_serve.server.protocol import Body, Prompts, Unsupported, as_list, at_most
 from ttpu_serve.server.service import MAX_INPUTS, Service
 
 TruncatePromptTokens = Annotated[int | None, Field(ge=-1, lt=2**31)]
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _as_text(value: Any) -> Any:
@@ -34,7 +29,7 @@ Texts = Annotated[
     list[Annotated[str, Field(min_length=1), BeforeValidator(_as_text)]],
     Field(min_length=1, fail_fast=True),
     at_most(MAX_INPUTS),
-    BeforeValidator(_as_list),
+    BeforeValidator(as_list),
 ]
 
 
@@ -168,12 +163,10 @@ async def ranks_of(service: Service, body: RerankRequest) -> dict[str, Any]:
 
 async def _pool(service: Service, body: PoolingRequest) -> dict[str, Any]:
     vectors, count = await _vectors(service, body, body.input, "input")
-    data = []
-    for index, vector in enumerate(vectors):
-        value: Any = vector.tolist()
-        if body.encoding_format == "base64":
-            value = base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()
-        data.append({"index": index, "object": "pooling", "data": value})
+    data = [
+        {"index": index, "object": "pooling", "data": written(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
     return _envelope(service, body, "pool", count) | {"data": data}
 
 
