@@ -216,7 +216,7 @@ class FakeCore:
             stopped_by,
             num_prompt_tokens=len(output.prompt),
             num_output_tokens=output.told,
-            prompt_logprobs=self._of_prompt(output) if output.told == 1 else None,
+            prompt_logprobs=self._of_prompt(output) if output.told == 1 and output.index == 0 else None,
         )
 
     def _of_prompt(self, output: FakeOutput) -> list[dict[int, Logprob] | None] | None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import tiny
-from fake_core import FakeCore, tokenizer
+from fake_core import EOS, FakeCore, tokenizer
 from serving import Running, running
 
-from ttpu_serve.api.outputs import Logprob, OutputDelta
+from ttpu_serve.api.outputs import Logprob
 from ttpu_serve.server import ServerSettings
-from ttpu_serve.server.responses import said
+from ttpu_serve.server.responses import prompt_logprobs
 
 openai = pytest.importorskip("openai")
 
@@ -136,20 +135,11 @@ def test_only_the_log_probabilities_that_are_asked_for_are_computed(server: Runn
         assert server.core.seen[-1].logprobs == count, asked
 
 
-def test_the_token_that_ended_a_sequence_is_not_told() -> None:
-    class Ends:
-        def ends(self, token: int) -> bool:
-            return token == 9
-
-    told = [{token: Logprob(-1.0, 1)} for token in (7, 8, 9)]
-    delta = OutputDelta("x", 0, "ab", [7, 8, 9], told, "stop", None)
-    tokens: Any = Ends()
-    assert (said(delta, tokens).token_ids, said(delta, tokens).logprobs) == ([7, 8], told[:2])
-    plain = replace(delta, token_ids=[7, 8], logprobs=told[:2])
-    for changes in ({"finish_reason": "length"}, {"stop_reason": 9}, {"token_ids": []}):
-        other = replace(delta, **changes)
-        assert said(other, tokens) is other
-    assert said(plain, tokens) is plain
+@pytest.fixture
+def backwards(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step tells of the last sequence first."""
+    step = server.core.step
+    monkeypatch.setattr(server.core, "step", lambda: step()[::-1])
 
 
 def test_several_answers_come_each_with_its_index(client: Any) -> None:
@@ -179,8 +169,8 @@ def test_stop_texts_end_the_answer_and_are_not_in_it(client: Any) -> None:
 def test_log_probabilities_of_a_chat(client: Any) -> None:
     asked = {"model": "main", "messages": user("say: é!"), "logprobs": True, "top_logprobs": 2}
     content = client.chat.completions.create(**asked).choices[0].logprobs.content
-    assert [entry.bytes for entry in content] == [[0xC3], [0xA9], [ord("!")]], "bytes join to characters; no end"
-    assert bytes(byte for entry in content for byte in entry.bytes).decode() == "é!"
+    assert [entry.bytes for entry in content] == [[0xC3], [0xA9], [ord("!")], [*b"</s>"]], "as in vLLM, with the end"
+    assert bytes(byte for entry in content[:-1] for byte in entry.bytes).decode() == "é!"
     assert [(top.token, top.logprob) for top in content[2].top_logprobs] == [("!", -0.5), ('"', -1.5)]
     chunks = client.chat.completions.create(stream=True, **asked)
     pieces = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
@@ -408,10 +398,37 @@ def test_log_probabilities_and_offsets_of_an_echoed_prompt(client: Any) -> None:
     logprobs = choice.logprobs
     assert choice.text == "say: héhé"
     assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None, "nothing precedes the first token"
-    assert len(logprobs.tokens) == len("say: héhé".encode())
-    assert logprobs.token_logprobs[1:] == [-0.5] * 10
+    assert len(logprobs.tokens) == len("say: héhé".encode()) + 1 and logprobs.tokens[-1] == "</s>"
+    assert logprobs.token_logprobs[1:] == [-0.5] * 11
     # A character of two tokens begins where both do; the answer begins where the prompt's text ends.
-    assert logprobs.text_offset == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 8]
+    assert logprobs.text_offset == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 8, 9]
+
+
+def test_a_prompt_is_scored_as_lm_eval_asks_though_its_answer_is_empty(client: Any) -> None:
+    """lm-eval reads what lies between its context and the last token, which is generated."""
+    asked: Any = {"model": "main", "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    for prompt, text, reason in (("say: ", "", "stop"), ("say: a", "a", "length")):
+        (choice,) = client.completions.create(prompt=prompt, **asked).choices
+        assert (choice.text, choice.finish_reason) == (prompt + text, reason)
+        assert choice.logprobs.tokens[:-1] == [*prompt] and choice.logprobs.token_logprobs[1:] == [-0.5] * len(prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("backwards")
+def test_each_choice_of_an_echo_has_the_prompts_log_probabilities(client: Any, stream: bool) -> None:
+    asked: Any = {"model": "main", "echo": True, "logprobs": 1, "prompt": ["say: é", "say: ab"]}
+    extra: Any = {"prompt_logprobs": 0}
+    alone = [client.completions.create(**asked | {"prompt": prompt}).choices[0] for prompt in asked["prompt"]]
+    found = client.completions.create(n=2, stream=stream, extra_body=extra, **asked)
+    choices = [choice for chunk in found for choice in chunk.choices] if stream else found.choices
+    for index, one in enumerate(one for one in alone for _ in range(2)):
+        own = [choice for choice in choices if choice.index == index]
+        assert "".join(choice.text for choice in own) == one.text
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            told = [value for choice in own if choice.logprobs for value in getattr(choice.logprobs, name)]
+            assert told == getattr(one.logprobs, name)
+        (of_prompt,) = [choice.prompt_logprobs for choice in own if hasattr(choice, "prompt_logprobs")]
+        assert len(of_prompt) == len(asked["prompt"][index // 2].encode())
 
 
 def test_offsets_count_special_tokens_only_where_the_text_has_them(client: Any) -> None:
@@ -442,17 +459,51 @@ def test_prompt_log_probabilities_as_vllm_has_them(client: Any) -> None:
     answer = client.completions.create(model="main", prompt="say: h", extra_body={"prompt_logprobs": 0})
     told = answer.choices[0].prompt_logprobs
     assert told[0] is None and told[1] == {"97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}
+    asked: Any = {"echo": True, "logprobs": 4, "extra_body": {"prompt_logprobs": 2}}
+    choice = client.completions.create(model="main", prompt="say: h", **asked).choices[0]
+    assert [*choice.prompt_logprobs[1]] == ["97", "98"], "not those that echo asks the engine for"
+    assert len(choice.logprobs.top_logprobs[1]) == 4
+
+
+def test_prompt_log_probabilities_keep_the_prompts_own_token() -> None:
+    class Names:
+        def text_of(self, token: int) -> str:
+            return str(token)
+
+    told = {9: Logprob(-7.0, 40), 4: Logprob(-0.5, 1), 5: Logprob(-1.0, 2)}
+    names: Any = Names()
+    for count, kept in ((0, ["9"]), (1, ["9", "4"]), (2, ["9", "4", "5"])):
+        found = prompt_logprobs([None, told], count, names)
+        assert found is not None and found[0] is None and [*(found[1] or ())] == kept
+    assert prompt_logprobs(None, 1, names) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("backwards")
+def test_a_chat_of_several_replies_has_the_prompts_log_probabilities(client: Any, stream: bool) -> None:
+    asked: Any = {"model": "main", "messages": user("say: ab"), "n": 2, "extra_body": {"prompt_logprobs": 0}}
+    found = client.chat.completions.create(stream=stream, **asked)
+    (told,) = [chunk.prompt_logprobs for chunk in (found if stream else [found]) if hasattr(chunk, "prompt_logprobs")]
+    assert len(told) == len("u:say: ab\na:")
 
 
 def test_token_ids_come_if_asked(client: Any) -> None:
     asked: Any = {"model": "main", "extra_body": {"return_token_ids": True}}
+    said = [*"hé".encode(), EOS]
     whole = client.chat.completions.create(messages=user("say: hé"), **asked)
-    assert whole.choices[0].token_ids == list("hé".encode())
-    chunks = client.chat.completions.create(messages=user("say: hé"), stream=True, **asked)
-    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == list("hé".encode())
-    assert client.completions.create(prompt="say: hé", **asked).choices[0].token_ids == list("hé".encode())
-    chunks = client.completions.create(prompt="say: hé", stream=True, **asked)
-    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == list("hé".encode())
+    assert whole.choices[0].token_ids == said and whole.prompt_token_ids == [*"u:say: hé\na:".encode()]
+    chunks = list(client.chat.completions.create(messages=user("say: hé"), stream=True, **asked))
+    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == said
+    told = [getattr(chunk, "prompt_token_ids", None) for chunk in chunks]
+    assert told[0] == whole.prompt_token_ids and not any(told[1:])
+    prompts = ["say: hé", "say: hé!"]
+    choices = client.completions.create(prompt=prompts, **asked).choices
+    assert [choice.token_ids for choice in choices] == [said, [*"hé!".encode(), EOS]]
+    assert [choice.prompt_token_ids for choice in choices] == [[*prompt.encode()] for prompt in prompts]
+    chunks = list(client.completions.create(prompt="say: hé", stream=True, **asked))
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == said
+    told = [getattr(chunk.choices[0], "prompt_token_ids", None) for chunk in chunks]
+    assert told[0] == [*prompts[0].encode()] and not any(told[1:])
 
 
 def test_a_stream_says_what_a_whole_answer_says(client: Any) -> None:

@@ -266,14 +266,13 @@ def test_beams_over_http_are_those_of_the_engine(client: Any, llm: LLM, answers:
         stopped = beam.finish_reason == "stop"
         new = beam.tokens[prompt:]
         said += len(new)
-        shown = new[:-1] if new[-1] == 2 else new  # a special token that ends it is not told
-        assert (choice.token_ids, choice.finish_reason) == (shown, beam.finish_reason)
+        assert (choice.token_ids, choice.finish_reason) == (new, beam.finish_reason)
         before, whole = (
             tokenizer.decode(beam.tokens[:prompt]),
             tokenizer.decode(beam.tokens[: len(beam.tokens) - stopped]),
         )
         assert choice.text == whole[len(before) :]
-        values = [each[token].logprob for each, token in zip(beam.logprobs, shown, strict=False)]
+        values = [each[token].logprob for each, token in zip(beam.logprobs, new, strict=True)]
         assert choice.logprobs.token_logprobs == pytest.approx(values, abs=1e-3)
         assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs)
     assert [choice.index for choice in answer.choices] == list(range(len(expected)))

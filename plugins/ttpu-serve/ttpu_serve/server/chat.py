@@ -18,7 +18,7 @@ from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.respond import respond
-from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs, said
+from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs
 from ttpu_serve.server.service import TRUNCATED, OutputStreams, Service
 from ttpu_serve.server.tokens import kept
 from ttpu_serve.server.turn import Turn
@@ -50,6 +50,7 @@ class Chat:
         self._choice = request.tool_choice or ("auto" if self._tools else "none")
         self._top = request.top_logprobs or 0
         self._reasons = True  # there is none where a grammar holds from the first token on
+        self._ids: list[int] = []  # of the prompt
         self._prompt = ""  # the end of its text
 
     async def submit(self) -> OutputStreams:
@@ -65,7 +66,7 @@ class Chat:
         prompt = await service.chat.prompt(request, tools=self._choice != "none", most=read)
         ids = prompt.ids if cut is None else kept(prompt.ids, most if cut == -1 else cut, "last")
         service.check_length(ids, "messages")
-        self._prompt = prompt.end
+        self._ids, self._prompt = ids, prompt.end
         if params.guided is not None:
             params = await service.tokens.run(self._with_prelude, params)
         return await service.submit([ids], params, request, adapter=adapter)
@@ -73,37 +74,41 @@ class Chat:
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""
         turns = [self.turn() for _ in range(self._request.num_sequences)]
-        first: OutputDelta | None = None
+        of_prompt: dict[str, Any] = {}
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
-                first = first or delta
-                turns[number].read(said(delta, self._service.tokens))
+                of_prompt |= self._of_prompt(delta)
+                turns[number].read(delta)
         told = self._envelope("chat.completion")
         told["choices"] = [self._message(number, turn) for number, turn in enumerate(turns)]
         told["usage"] = streams.usage.as_json()
-        if first is not None and first.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(first, self._service.tokens)
-        return told
+        if self._request.return_token_ids:
+            told["prompt_token_ids"] = self._ids
+        return told | of_prompt
 
     async def chunks(self, streams: OutputStreams) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the response's chunks as they come."""
         turns = [self.turn() for _ in range(self._request.num_sequences)]
         counted: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
-        of_prompt: dict[str, Any] = {}
-        told = False
+        of_prompt: dict[str, Any] = {"prompt_token_ids": self._ids} if self._request.return_token_ids else {}
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
-                if not told and delta.prompt_logprobs is not None:
-                    told, of_prompt = True, {"prompt_logprobs": prompt_logprobs(delta, self._service.tokens)}
+                of_prompt |= self._of_prompt(delta)
                 if self._request.continuous_usage:
                     counted = {"usage": streams.usage.as_json()}
-                spoken = said(delta, self._service.tokens)
-                for choice in self._pieces(number, turns[number], spoken):
+                for choice in self._pieces(number, turns[number], delta):
                     yield {**self._envelope("chat.completion.chunk"), "choices": [choice], **counted, **of_prompt}
                     of_prompt = {}
         if self._request.includes_usage:
             usage = streams.usage.as_json()
             yield {**self._envelope("chat.completion.chunk"), "choices": [], "usage": usage}
+
+    def _of_prompt(self, delta: OutputDelta) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt, if the delta has them: the first one of the first reply does."""
+        if delta.prompt_logprobs is None:
+            return {}
+        count = self._request.prompt_logprobs or 0
+        return {"prompt_logprobs": prompt_logprobs(delta.prompt_logprobs, count, self._service.tokens)}
 
     def _pieces(self, number: int, turn: Turn, delta: OutputDelta) -> list[dict[str, Any]]:
         """Return a delta as choices of chunks: first the role, then reasoning, content and calls, and the finish

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,10 +16,10 @@ from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.protocol import CompletionRequest
 from ttpu_serve.server.respond import respond
-from ttpu_serve.server.responses import CompletionLogprobs, joined, prompt_logprobs, said
+from ttpu_serve.server.responses import CompletionLogprobs, TokenLogprobs, joined, prompt_logprobs
 from ttpu_serve.server.service import OutputStreams, Service
 
-_NEWS = ("text", "logprobs", "finish_reason", "token_ids", "prompt_logprobs")
+_NEWS = ("text", "logprobs", "finish_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
 
 
 def router(service: Service) -> APIRouter:
@@ -52,6 +51,9 @@ class Completion:
             CompletionLogprobs(service.tokens, request.logprobs or 0, specials, as_ids=as_ids) for _ in range(number)
         ]
         self._began = [False] * number
+        self._scores: dict[int, Sequence[TokenLogprobs | None] | None] = {}
+        """Log-probabilities of the prompts; the engine gives them with the first sequence of each."""
+        self._held: list[tuple[int, OutputDelta]] = []
 
     async def submit(self) -> OutputStreams:
         """Check the request and submit it to the engine.
@@ -80,6 +82,7 @@ class Completion:
         outputs: list[list[OutputDelta]] = [[] for _ in self._logprobs]
         async with aclosing(streams.deltas()) as deltas:
             async for number, delta in deltas:
+                self._score(number, delta)
                 outputs[number].append(delta)
         told = self._envelope()
         told["choices"] = [
@@ -90,14 +93,10 @@ class Completion:
         return told
 
     def _returned(self, outputs: list[list[OutputDelta]]) -> list[int]:
-        """Return the numbers of the sequences that are returned, in their order. The first delta of each gets the
-        prompt's log-probabilities, which the engine gives with the first sequence of a prompt."""
+        """Return the numbers of the sequences that are returned, in their order."""
         chosen: list[int] = []
         for begin in range(0, len(outputs), self._each):
             numbers = range(begin, begin + self._each)
-            of_prompt = outputs[begin][0].prompt_logprobs
-            for number in numbers:
-                outputs[number][0] = replace(outputs[number][0], prompt_logprobs=of_prompt)
             ranked = sorted(numbers, key=lambda one: -_logprob(outputs[one])) if self._request.ranks else numbers
             chosen += ranked[: self._request.num_choices]
         return chosen
@@ -106,20 +105,41 @@ class Completion:
         """Yield the response's chunks as they come."""
         counted: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
         async with aclosing(streams.deltas()) as deltas:
-            async for number, delta in deltas:
-                piece = self._piece(number, delta)
-                # text may be held back, but ids and the prompt's values come once
-                if any(piece.get(name) for name in _NEWS):
-                    if self._request.continuous_usage:
-                        counted = {"usage": self._usage(streams)}
-                    yield {**self._envelope(), "choices": [piece], **counted}
+            async for given in deltas:
+                for number, delta in self._tellable(*given):
+                    piece = self._piece(number, delta)
+                    # text may be held back, but ids and the prompt's values come once
+                    if any(piece.get(name) for name in _NEWS):
+                        if self._request.continuous_usage:
+                            counted = {"usage": self._usage(streams)}
+                        yield {**self._envelope(), "choices": [piece], **counted}
         if self._request.includes_usage:
             yield {**self._envelope(), "choices": [], "usage": self._usage(streams)}
+
+    def _score(self, number: int, delta: OutputDelta) -> None:
+        """Note the log-probabilities of a prompt, if this is the first delta of its first sequence."""
+        if number % self._each == 0:
+            self._scores.setdefault(number // self._each, delta.prompt_logprobs)
+
+    def _tellable(self, number: int, delta: OutputDelta) -> list[tuple[int, OutputDelta]]:
+        """Return the deltas of a stream that can be told now. Where log-probabilities of prompts are told, other
+        sequences of a prompt wait until its first one has brought them."""
+        self._score(number, delta)
+        if not self._scored:
+            return [(number, delta)]
+        waiting = [*self._held, (number, delta)]
+        self._held = [one for one in waiting if one[0] // self._each not in self._scores]
+        return [one for one in waiting if one[0] // self._each in self._scores]
+
+    @property
+    def _scored(self) -> bool:
+        """Whether log-probabilities of prompts are told."""
+        request = self._request
+        return request.prompt_logprobs is not None or bool(request.echo and request.logprobs is not None)
 
     def _piece(self, number: int, delta: OutputDelta) -> dict[str, Any]:
         """Return a delta as a choice; with echo, the first one of a sequence includes the prompt."""
         request = self._request
-        delta = said(delta, self._service.tokens)
         text, ids = delta.text, delta.token_ids
         told: list[dict[str, Any]] = []
         piece: dict[str, Any] = {"index": number, "text": text, "logprobs": None}
@@ -128,15 +148,15 @@ class Completion:
         if not self._began[number]:
             self._began[number] = True
             prompt = number // self._each
+            scores = self._scores.get(prompt)
             if request.echo:
                 text = self._texts[prompt] + text
-                if request.logprobs is not None and delta.prompt_logprobs is not None:
-                    ids_of_prompt = self._prompts[prompt]
-                    told.append(
-                        self._logprobs[number].of(delta.prompt_logprobs, ids_of_prompt, echoed=self._texts[prompt])
-                    )
+                if request.logprobs is not None and scores is not None:
+                    told.append(self._logprobs[number].of(scores, self._prompts[prompt], echoed=self._texts[prompt]))
             if request.prompt_logprobs is not None:
-                piece["prompt_logprobs"] = prompt_logprobs(delta, self._service.tokens)
+                piece["prompt_logprobs"] = prompt_logprobs(scores, request.prompt_logprobs, self._service.tokens)
+            if request.return_token_ids:
+                piece["prompt_token_ids"] = self._prompts[prompt]
         if request.logprobs is not None and ids:
             told.append(self._logprobs[number].of(delta.logprobs or [], ids))
         if request.return_token_ids:

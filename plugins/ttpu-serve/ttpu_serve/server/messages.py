@@ -17,7 +17,6 @@ from ttpu_serve.server.errors import ApiError, JSONResponse, anthropic_body, fie
 from ttpu_serve.server.events import NamedEvents, until_gone
 from ttpu_serve.server.messages_protocol import CountRequest, MessagesRequest
 from ttpu_serve.server.respond import respond
-from ttpu_serve.server.responses import said
 from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.server.turn import Turn
 
@@ -81,7 +80,7 @@ class Message:
         turn = self._chat.turn()
         async with aclosing(streams.deltas()) as deltas:
             async for _, delta in deltas:
-                turn.read(said(delta, self._service.tokens))
+                turn.read(delta)
         blocks = [Block("reasoning", turn.reasoning)] if turn.reasoning else []
         blocks += [Block("text", turn.text)] if turn.text else []
         blocks += [Block("call", call.arguments, call.name, call.id) for call in turn.calls]
@@ -96,7 +95,7 @@ class Message:
             async for _, delta in deltas:
                 if turn.delta is None:
                     yield {"type": "message_start", "message": self._envelope(streams)}
-                for step in blocks.read(turn.read(said(delta, self._service.tokens))):
+                for step in blocks.read(turn.read(delta)):
                     yield _event(step)
         for step in blocks.end():
             yield _event(step)

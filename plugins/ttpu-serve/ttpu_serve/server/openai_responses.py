@@ -20,7 +20,6 @@ from ttpu_serve.server.events import NamedEvents
 from ttpu_serve.server.openai_responses_protocol import ResponsesRequest
 from ttpu_serve.server.respond import respond
 from ttpu_serve.server.response_store import ResponseStore
-from ttpu_serve.server.responses import said
 from ttpu_serve.server.service import OutputStreams, Service
 from ttpu_serve.server.turn import Turn
 
@@ -91,7 +90,7 @@ class OneResponse:
         turn = self._chat.turn()
         async with aclosing(streams.deltas()) as deltas:
             async for _, delta in deltas:
-                turn.read(said(delta, self._service.tokens))
+                turn.read(delta)
                 self._count(turn)
         blocks = [Block("reasoning", turn.reasoning)] if turn.reasoning else []
         blocks += [Block("text", turn.text)] if turn.text else []
@@ -113,7 +112,7 @@ class OneResponse:
         yield event("response.in_progress", response=began)
         async with aclosing(streams.deltas()) as deltas:
             async for _, delta in deltas:
-                new = turn.read(said(delta, self._service.tokens))
+                new = turn.read(delta)
                 self._count(turn)
                 for step in blocks.read(new):
                     for kind, values in self._told(step):

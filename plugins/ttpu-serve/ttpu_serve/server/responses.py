@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from ttpu_serve.api.outputs import Logprob, OutputDelta
+from ttpu_serve.api.outputs import Logprob
 from ttpu_serve.server.tokens import Tokens
 
 LOWEST_LOGPROB = -9999.0
@@ -33,15 +33,6 @@ class Usage:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
-
-
-def said(delta: OutputDelta, tokens: Tokens) -> OutputDelta:
-    """Return a delta without the token that ended its sequence, which OpenAI's API does not report."""
-    ended = delta.finish_reason == "stop" and delta.stop_reason is None and delta.token_ids
-    if not ended or not tokens.ends(delta.token_ids[-1]):
-        return delta
-    logprobs = None if delta.logprobs is None else delta.logprobs[:-1]
-    return replace(delta, token_ids=delta.token_ids[:-1], logprobs=logprobs)
 
 
 def finite(logprob: float) -> float:
@@ -155,16 +146,20 @@ def joined(told: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     return {key: [value for piece in told for value in piece[key]] for key in told[0]}
 
 
-def prompt_logprobs(delta: OutputDelta, tokens: Tokens) -> list[dict[str, Any] | None] | None:
-    """Return vLLM's `prompt_logprobs`: for each prompt token but the first, id → log-probability, rank and text."""
-    if delta.prompt_logprobs is None:
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprobs | None] | None, count: int, tokens: Tokens
+) -> list[dict[str, Any] | None] | None:
+    """Return vLLM's `prompt_logprobs`: for each prompt token but the first, id → log-probability, rank and text, of the
+    token itself and of the `count` most likely ones. The engine may have reported more."""
+    if logprobs is None:
         return None
     return [
         None
         if one is None
         else {
             str(token): {"logprob": finite(lp.logprob), "rank": lp.rank, "decoded_token": tokens.text_of(token)}
-            for token, lp in one.items()
+            for place, (token, lp) in enumerate(one.items())
+            if place == 0 or (lp.rank is not None and lp.rank <= count)
         }
-        for one in delta.prompt_logprobs
+        for one in logprobs
     ]
