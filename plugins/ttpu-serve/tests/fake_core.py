@@ -89,6 +89,7 @@ class FakeCore:
     seconds: float = 0.0
     fail_at: int | None = None
     max_running: int = 1000
+    max_logprobs: int = 20
     outputs: list[FakeOutput] = field(default_factory=list)
     seen: list[SamplingParams] = field(default_factory=list)
     pooled: list[tuple[str, list[int]]] = field(default_factory=list)
@@ -121,6 +122,8 @@ class FakeCore:
             raise RequestError("the engine sleeps: wake it up.")
         if max(ids) > 258:
             raise RequestError(f"prompt has the token id {max(ids)}, but this model has 259: use its tokenizer.")
+        if (params.logprobs or 0) > self.max_logprobs:
+            raise RequestError(f"logprobs is {params.logprobs}, but this engine reports at most {self.max_logprobs}.")
         if len(self.outputs) + params.n > self.max_running:
             raise QueueFullError(f"{len(self.outputs)} requests wait, which is as many as may: try again later.")
         self.seen.append(params)

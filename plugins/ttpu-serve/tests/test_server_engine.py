@@ -35,7 +35,7 @@ TEMPLATE = (
 )
 OPTIONS = (
     *("--port", "0", "--max-model-len", "384", "--max-num-seqs", "3", "--max-num-batched-tokens", "32"),
-    *("--speculative", "ngram:2", "--enable-admin", "--chat-template", TEMPLATE),
+    *("--speculative", "ngram:2", "--enable-admin", "--chat-template", TEMPLATE, "--max-logprobs", "24"),
 )
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -108,6 +108,26 @@ def test_log_probabilities_are_those_of_the_greedy_path(server: Process) -> None
         assert sorted((top.logprob for top in entry.top_logprobs), reverse=True) == [
             top.logprob for top in entry.top_logprobs
         ]
+
+
+def test_as_many_log_probabilities_are_told_as_the_server_was_started_for(server: Process) -> None:
+    client = server.client()
+    asked: Any = {"model": "tiny-llama", "max_tokens": 1}
+    named: Any = {"return_tokens_as_token_ids": True}  # several tokens have the same text
+    told = client.completions.create(prompt="Hi", logprobs=24, extra_body=named, **asked).choices[0].logprobs
+    assert len(told.top_logprobs[0]) == 24
+    with pytest.raises(openai.BadRequestError, match="logprobs is 25, but this engine reports at most 24") as refused:
+        client.completions.create(prompt="Hi", logprobs=25, **asked)
+    assert refused.value.param == "logprobs"
+    chat = {"messages": HELLO, "logprobs": True, **asked}
+    told = client.chat.completions.create(top_logprobs=24, **chat).choices[0].logprobs
+    assert len(told.content[0].top_logprobs) == 24
+    with pytest.raises(openai.BadRequestError, match="top_logprobs is 25, but this engine") as refused:
+        client.chat.completions.create(top_logprobs=25, **chat)
+    assert refused.value.param == "top_logprobs"
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs is 25") as refused:
+        client.completions.create(prompt="Hi", extra_body={"prompt_logprobs": 25}, **asked)
+    assert refused.value.param == "prompt_logprobs"
 
 
 def test_a_prompt_scored_by_echo_is_scored_as_it_is_generated(server: Process) -> None:

@@ -16,7 +16,7 @@ from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.server import forced_calls, sampling
 from ttpu_serve.server.body import UniqueKeys
 from ttpu_serve.server.chat_protocol import ChatRequest, Tool, ToolChoice
-from ttpu_serve.server.errors import ApiError
+from ttpu_serve.server.errors import ApiError, fields_named
 from ttpu_serve.server.respond import respond
 from ttpu_serve.server.responses import TokenLogprobs, chat_logprobs, prompt_logprobs
 from ttpu_serve.server.service import TRUNCATED, OutputStreams, Service
@@ -69,7 +69,8 @@ class Chat:
         self._ids, self._prompt = ids, prompt.end
         if params.guided is not None:
             params = await service.tokens.run(self._with_prelude, params)
-        return await service.submit([ids], params, request, adapter=adapter)
+        with fields_named({"logprobs": "top_logprobs"}):
+            return await service.submit([ids], params, request, adapter=adapter)
 
     async def whole(self, streams: OutputStreams) -> dict[str, Any]:
         """Return the whole response."""

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema, model_validator
 
-from ttpu_core.generation.sampling_params import MAX_LOGPROBS
 from ttpu_serve.server.body import excess
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
@@ -212,7 +211,7 @@ class ChatRequest(Generation, Conversation):
 
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, lt=2**31)
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

@@ -20,12 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ttpu_core.generation.sampling_params import (
-    MAX_BAD_WORD_CHARACTERS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-)
+from ttpu_core.generation.sampling_params import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from ttpu_serve.api.beam_search import MOST_PENALTY
 from ttpu_serve.server.errors import ApiError
 from ttpu_serve.server.given_fields import given_fields
@@ -325,7 +320,7 @@ class Generation(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, lt=2**31)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name a token token_id:N.")
     bad_words: BadWords | None = Field(None, description="Texts that the output never completes.")
@@ -388,7 +383,7 @@ class CompletionRequest(Generation):
 
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, lt=2**31)
     add_special_tokens: bool | None = None
     best_of: int | None = Field(None, ge=1, le=128, description="Sequences of which the n likeliest are returned.")
     # vLLM's
