@@ -46,6 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "both cities": f"Let me look.\n{CALL}\n{CALL}",
             "the weather": CALL,
             "broken call": '<tool_call>{"name": 3}</tool_call> sorry',
+            "second try": '<tool_call>{"name": "weather", "arguments": {"city": no}}</tool_call>' + CALL,
         },
     )
     with running(core, ServerSettings(model_names=("main", "alias"), default_sampling={"top_k": 7})) as server:
@@ -285,6 +286,16 @@ def test_parallel_calls_can_be_ruled_out(client: Any) -> None:
     assert json.loads("".join(call.function.arguments for call in calls)) == {"city": "Łódź"}
 
 
+def test_a_call_that_breaks_is_not_the_one_that_may_be_reported(client: Any) -> None:
+    asked: Any = {"model": "main", "messages": user("second try"), "tools": [WEATHER], "parallel_tool_calls": False}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Łódź"}
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    pieces = [call.function.arguments for call in calls if call.index == 1]
+    assert json.loads("".join(pieces)) == {"city": "Łódź"}, "a stream has begun to tell of the first one by then"
+
+
 def test_the_clients_own_accumulator_understands_the_stream(client: Any) -> None:
     with client.chat.completions.stream(model="main", messages=user("both cities"), tools=[WEATHER]) as stream:
         final = stream.get_final_completion()
@@ -298,7 +309,7 @@ def test_what_is_no_call_stays_text(client: Any) -> None:
 
 
 def test_without_tools_nothing_is_a_call(client: Any) -> None:
-    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}, {"tool_choice": "auto"}):
         answer = client.chat.completions.create(model="main", messages=user("the weather?"), **more)
         assert answer.choices[0].message.content == CALL and answer.choices[0].message.tool_calls is None
 

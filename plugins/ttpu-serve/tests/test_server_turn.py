@@ -72,6 +72,14 @@ def test_a_call_that_breaks_beyond_the_maximum_takes_no_other_away() -> None:
     assert len(turn.calls) == 1 and turn.calls[0].arguments == ARGUMENTS
 
 
+def test_a_call_that_breaks_does_not_count_towards_the_maximum() -> None:
+    turn = Turn(hermes(), most=1)
+    broken = CALL.replace('"Oslo"', "Oslo")
+    news = read(turn, f"<tool_call>{broken}</tool_call><tool_call>{CALL}</tool_call>")
+    assert [call.arguments for call in turn.calls] == [ARGUMENTS]
+    assert sum(isinstance(event, CallBegins) for new in news for event in new.events) == 2
+
+
 def test_a_call_that_breaks_is_text_and_the_reply_ends_as_one_without_calls() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"ci'
     turn = Turn(hermes())

@@ -47,7 +47,7 @@ class Chat:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._tools: Sequence[Tool] = request.tools or ()
-        self._choice = request.tool_choice or ("auto" if self._tools else "none")
+        self._choice = (request.tool_choice or "auto") if self._tools else "none"
         self._top = request.top_logprobs or 0
         self._reasons = True  # there is none where a grammar holds from the first token on
         self._ids: list[int] = []  # of the prompt

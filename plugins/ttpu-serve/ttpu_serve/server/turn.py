@@ -44,8 +44,9 @@ class Turn:
     """One reply.
 
     parser: reads its calls; None reads none. named: the tool whose arguments the whole text is. most: maximum number of
-    reported calls, if limited. reasoning_parser: tells its reasoning apart. reasons: reasoning is reported, and not
-    dropped. text, reasoning, calls: of the reply so far; a call that broke is text.
+    reported calls, if limited; those that break do not count. reasoning_parser: tells its reasoning apart. reasons:
+    reasoning is reported, and not dropped. text, reasoning, calls: of the reply so far; a call that broke is text.
+    begun, broken: number of calls that began, and of those among them that broke.
     """
 
     parser: ToolCallStream | None = None
@@ -57,6 +58,7 @@ class Turn:
     reasoning: str = ""
     calls: list[MadeCall] = field(default_factory=list)
     begun: int = 0
+    broken: int = 0
     logprobs: list[TokenLogprobs] | None = None
     ids: list[int] = field(default_factory=list)
     delta: OutputDelta | None = None
@@ -108,7 +110,9 @@ class Turn:
 
     def _reported(self, event: Event) -> bool:
         self.begun += isinstance(event, CallBegins)
-        return isinstance(event, Content) or self.most is None or self.begun <= self.most
+        reported = isinstance(event, Content) or self.most is None or self.begun - self.broken <= self.most
+        self.broken += isinstance(event, CallBreaks)
+        return reported
 
     def _add(self, event: Event) -> None:
         match event:
