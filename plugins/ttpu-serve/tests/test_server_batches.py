@@ -243,6 +243,25 @@ def test_a_cancelled_batch_keeps_what_is_done(client: Any, slow: FakeCore) -> No
         client.batches.cancel(batch.id)
 
 
+def test_a_batch_that_fails_its_check_is_not_cancelled_while_it_ends(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish, ends, goes_on = manager.BatchWork.finish, threading.Event(), threading.Event()
+
+    def waiting(work: Any) -> None:
+        ends.set()
+        goes_on.wait(10)
+        finish(work)
+
+    monkeypatch.setattr(manager.BatchWork, "finish", waiting)
+    batch = begun(client, b"no JSON\n")
+    assert ends.wait(10)
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+    goes_on.set()
+    assert ended(client, batch).status == "failed"
+
+
 def test_a_batch_expires(client: Any, slow: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "WINDOW_SECONDS", 4)  # of which three may be left: times are whole seconds
     batch = ended(client, begun(client, jsonl([line("short", say="x"), line("long", say="long " * 200)])))

@@ -162,6 +162,7 @@ class Batches:
                 await self._save(batch)
                 await self._check(batch, work)
                 if batch.problems:
+                    batch.enter("finalizing")  # so that nobody cancels it meanwhile
                     return "failed"
                 batch.enter("in_progress")
                 await self._save(batch)
