@@ -149,6 +149,13 @@ class FakeCore:
         self.aborted.append(request_id)
         self.outputs = [output for output in self.outputs if output.id != request_id]
 
+    def take_back(self, request_id: str) -> None:
+        prompt = next(output.prompt for output in self.outputs if output.id == request_id)
+        self.counts = replace(
+            self.counts, requests=self.counts.requests - 1, prompt_tokens=self.counts.prompt_tokens - len(prompt)
+        )
+        self.abort(request_id)
+
     def step(self) -> list[OutputDelta]:
         time.sleep(self.seconds)
         self.counts = replace(self.counts, steps=self.counts.steps + 1)

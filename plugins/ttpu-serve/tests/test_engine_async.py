@@ -134,6 +134,17 @@ def test_a_submission_that_is_cancelled_aborts_nobody_elses_request(bytes_tokeni
     asyncio.run(scenario())
 
 
+def test_prompts_of_a_refused_request_are_not_counted(bytes_tokenizer: Any) -> None:
+    async def scenario() -> None:
+        core = FakeCore(bytes_tokenizer, max_running=2)
+        async with started(core) as engine:
+            with pytest.raises(QueueFullError):
+                await engine.submit_all(["say: a", "say: b", "say: c"], LONG)
+            assert not core.outputs and (core.counts.requests, core.counts.prompt_tokens) == (0, 0)
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_that_fails_takes_the_others_of_its_request_along(bytes_tokenizer: Any) -> None:
     async def scenario() -> None:
         core = FakeCore(bytes_tokenizer, seconds=0.001)

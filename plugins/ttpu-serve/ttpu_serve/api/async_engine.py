@@ -264,7 +264,7 @@ class AsyncEngine:
                     taken.append(name)
             except BaseException:
                 for name in taken:
-                    self.core.abort(name)
+                    self.core.take_back(name)
                 raise
             for name, stream in zip(names, streams, strict=True):
                 self._streams[name] = self._owners[name] = stream

@@ -192,6 +192,15 @@ class EngineCore:
         self._prompt_tokens += len(made[0].request.prompt)
 
     @_in_turn
+    def take_back(self, request_id: str) -> None:
+        """Drop a request that was added after the last step, because others that belong to it are refused. It is not
+        counted as a request."""
+        prompt = self._outputs[self._children[request_id][0]].request.prompt
+        self._requests -= 1
+        self._prompt_tokens -= len(prompt)
+        self.abort(request_id)
+
+    @_in_turn
     def abort(self, request_id: str) -> None:
         """Drop a request; no more deltas of it are returned. Unknown ids are ignored."""
         self._held = [delta for delta in self._held if delta.request_id != request_id]
