@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import tiny
 
-from ttpu import LLM, AutoModelForTPU, SamplingParams
-from ttpu_core.errors import RequestError
+from ttpu import LLM, AutoModelForTPU, BeamSearchParams, SamplingParams
+from ttpu_core.errors import RequestError, TTPUError
 from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_jax.runner.runner import InFlight
 from ttpu_serve.api.async_engine import AsyncEngine
+from ttpu_serve.api.collector import PromptsFailedError
 from ttpu_serve.api.output_queue import EngineDeadError, RequestFailedError
 from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.execution.speculation import MOST_FAILURES, Speculation
@@ -246,6 +247,56 @@ def test_an_error_of_one_requests_guide_ends_that_request_alone(llm: LLM, monkey
     found = run_to_end(llm, ["good", "bad"])
     assert [token for delta in found["good"] for token in delta.token_ids] == expected
     assert found["bad"][-1].error is not None and "ValueError: a mistake" in found["bad"][-1].error
+    assert nothing_left(llm)
+
+
+def test_a_call_keeps_the_outputs_of_prompts_beside_one_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(llm)
+    (embedding,) = llm.embed([PROMPT], pooling="mean")
+
+    def masks(*_: Any) -> None:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr("ttpu_serve.guided.guides.GuideState.masks", masks)
+    bad = SamplingParams(max_tokens=8, guided=GuidedDecoding(regex="[0-9]{9}"))
+    with pytest.raises(PromptsFailedError, match=r"^3 prompts .* but prompts\[1\] failed .*mistake") as failed:
+        llm.generate([PROMPT, OTHER, PROMPT], [GREEDY, bad, GREEDY])
+    assert failed.value.failed == [1] and "a mistake" in failed.value.reason
+    assert [output.outputs[0].token_ids for output in failed.value.outputs] == [expected, [], expected]
+    assert [output.outputs[0].finish_reason for output in failed.value.outputs] == ["length", "error", "length"]
+    assert [output.outputs[0].error for output in failed.value.outputs] == [None, failed.value.reason, None]
+    with pytest.raises(PromptsFailedError, match=r"^this request met an error of the engine"):
+        llm.generate(OTHER, bad)
+    failing(monkeypatch, InFlight, "read_hidden", {2})
+    with pytest.raises(PromptsFailedError) as failed:
+        llm.embed([PROMPT, [*range(20)]], pooling="mean")  # whose second step fails
+    assert failed.value.failed == [1] and failed.value.outputs[1] is None
+    np.testing.assert_allclose(failed.value.outputs[0].embedding, embedding.embedding, atol=1e-5)
+    assert nothing_left(llm)
+
+
+def test_a_beam_that_fails_ends_its_search_with_the_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, SequenceOutput, "logprobs_of", {2})
+    with pytest.raises(TTPUError, match=r"^this request met an error of the engine"):
+        llm.beam_search(PROMPT, BeamSearchParams(beam_width=2, max_tokens=3))
+    assert nothing_left(llm)
+
+
+def test_a_prompt_that_is_refused_is_named_in_the_errors_note(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="at most 48") as refused:
+        llm.generate([PROMPT, [*range(60)]], GREEDY)
+    assert refused.value.__notes__ == ["This is about prompts[1] of 2 prompts."]
+    assert nothing_left(llm)
+
+
+def test_a_request_that_is_taken_back_is_not_counted(llm: LLM) -> None:
+    before = llm.engine.stats()
+    llm.engine.add("kept", PROMPT, GREEDY)
+    llm.engine.add("taken back", OTHER, replace(GREEDY, n=2))
+    llm.engine.take_back("taken back")
+    run_to_end(llm, ["kept"])
+    after = llm.engine.stats()
+    assert (after.requests, after.prompt_tokens) == (before.requests + 1, before.prompt_tokens + len(PROMPT))
     assert nothing_left(llm)
 
 

@@ -101,6 +101,23 @@ def test_prompts_may_be_ids_by_name(llm: LLM) -> None:
             llm.generate(**given)  # type: ignore[arg-type]
 
 
+def test_prompts_share_a_prefix_with_those_of_their_salt_alone(llm: LLM) -> None:
+    tokens = [*range(100, 140)]
+
+    def cached(salt: str | None) -> int:
+        (output,) = llm.generate({"prompt_token_ids": tokens, "cache_salt": salt}, GREEDY)
+        return output.num_cached_tokens
+
+    assert cached(None) == 0 and (found := cached(None)) > 0
+    assert [cached("mine"), cached("mine"), cached("yours")] == [0, found, 0]
+    before = llm.engine.stats().prefix_hits
+    beams = BeamSearchParams(beam_width=2, max_tokens=1)
+    llm.beam_search([{"prompt_token_ids": tokens, "cache_salt": salt} for salt in ("mine", "ours")], beams)
+    assert llm.engine.stats().prefix_hits == before + found
+    with pytest.raises(RequestError, match="cache_salt is 3, but a text is needed"):
+        cached(3)  # type: ignore[arg-type]
+
+
 def test_outputs_have_the_text_of_their_prompts(llm: LLM) -> None:
     """vLLM's prompts as mappings, and conversations."""
     tokens = llm.get_tokenizer()("ab")["input_ids"]
@@ -275,7 +292,9 @@ def test_scores_are_cosines(llm: LLM) -> None:
         llm.classify(several)
 
 
-def test_an_adapter_is_loaded_when_a_request_names_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_loaded_when_a_request_names_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -301,3 +320,20 @@ def test_an_adapter_is_loaded_when_a_request_names_it(checkpoint: Path, tmp_path
             llm.generate(PROMPTS, GREEDY, adapter="poet", lora_request=poet)
         with pytest.raises(RequestError, match="its lora_path is empty"):
             llm.generate(PROMPTS, GREEDY, lora_request=LoRARequest("singer"))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+        adapted.save_pretrained(tmp_path / "later")
+        later = LoRARequest("poet", 1, str(tmp_path / "later"))
+        with pytest.raises(RequestError, match=r"'poet' at .* give each its own lora_name"):
+            llm.generate(PROMPTS, GREEDY, lora_request=[poet, later])
+        loaded: list[str] = []
+        load = llm.load_adapter
+        monkeypatch.setattr(llm, "load_adapter", lambda name, path: (loaded.append(path), load(name, path)))
+        asked = (later, later, LoRARequest("poet"), poet)
+        found = [
+            [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, lora_request=one)]
+            for one in asked
+        ]
+        assert found[0] == found[1] == found[2] != poem == found[3], "an adapter of another path is loaded"
+        assert loaded == [later.lora_path, poet.lora_path]

@@ -11,8 +11,8 @@ from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.outputs import Logprob, RequestOutput
 
-NextTokens = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
-"""Runs sequences of token ids for one token each."""
+NextTokens = Callable[[list[list[int]], list[int], SamplingParams], list[RequestOutput]]
+"""Runs sequences of token ids for one token each; it is also told the number of the prompt of each sequence."""
 MOST_PENALTY = 10.0
 
 
@@ -207,7 +207,8 @@ def beam_search(
     running = {place: next(each) for place, each in searches.items()}
     found: dict[int, BeamSearchOutput] = {}
     while running:
-        outputs = iter(next_tokens([tokens for beams in running.values() for tokens in beams], asked))
+        sequences = [(place, tokens) for place, beams in running.items() for tokens in beams]
+        outputs = iter(next_tokens([tokens for _, tokens in sequences], [place for place, _ in sequences], asked))
         for place, beams in list(running.items()):
             told = [(next(outputs).outputs[0].logprobs or [{}])[0] for _ in beams]
             try:

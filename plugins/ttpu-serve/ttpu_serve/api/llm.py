@@ -12,11 +12,11 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
 from ttpu_core.generation.chat_template import chat_text
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from ttpu_serve.api.collector import Collector
+from ttpu_serve.api.collector import Collector, PromptsFailedError, check_all
 from ttpu_serve.api.default_sampling import default_sampling, within
 from ttpu_serve.api.lora_request import LoRARequest
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
@@ -123,6 +123,7 @@ class LLM:
                 asked, penalties=limits.penalties, sampling_level=limits.sampling_level
             )
         self._numbers = itertools.count()
+        self._adapter_paths = {name: _absolute(path) for name, path in (options.get("adapters") or {}).items()}
 
     def generate(
         self,
@@ -148,6 +149,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a value cannot be served; no output is returned then.
+            PromptsFailedError: the engine failed at some prompts; the error has the outputs of the others.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("prompts or prompt_token_ids are needed, and not both: pass one of them.")
@@ -172,7 +174,9 @@ class LLM:
             ],
             show=use_tqdm,
         )
-        return [collector.output for collector in collectors]
+        outputs = [collector.output for collector in collectors]
+        check_all(collectors, outputs)
+        return outputs
 
     def chat(
         self,
@@ -204,6 +208,7 @@ class LLM:
             MissingDependencyError: the checkpoint has no tokenizer.
             RequestError: there is no chat template, it refuses the messages, or `chat_template_kwargs` has the name of
                 an argument of rendering, such as tokenize.
+            PromptsFailedError: as for `generate`.
         """
         check_variables(chat_template_kwargs)
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -249,10 +254,13 @@ class LLM:
 
         Raises:
             RequestError: `pooling` is unknown, the checkpoint declares another, or a prompt cannot be served.
+            PromptsFailedError: the engine failed at some prompts; the error has the embeddings of the others.
         """
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         requests = [(prompt, params, {"pooling": pooling, "adapter": adapter}) for prompt in _prompts(prompts)]
-        outputs = [collector.embedding for collector in self._run(requests, show=use_tqdm)]
+        collectors = self._run(requests, show=use_tqdm)
+        outputs = [collector.embedding for collector in collectors]
+        check_all(collectors, outputs)
         return [output for output in outputs if output is not None]
 
     def encode(
@@ -266,7 +274,7 @@ class LLM:
         """Return pooled hidden states, which are embeddings here: see `embed`.
 
         Raises:
-            RequestError: as for `embed`.
+            RequestError, PromptsFailedError: as for `embed`.
         """
         return self.embed(prompts, pooling=pooling, adapter=adapter, use_tqdm=use_tqdm)
 
@@ -291,6 +299,7 @@ class LLM:
         Raises:
             RequestError: the numbers of texts do not go together, or the model makes no embeddings and `pooling` is
                 left out.
+            PromptsFailedError: the engine failed at some texts, numbered through `text_1` and then `text_2`.
         """
         check_embeds(self.engine, pooling)
         first, second = _prompts(text_1), _prompts(text_2)
@@ -328,6 +337,7 @@ class LLM:
 
         Raises:
             RequestError: there are more beams than the engine's log-probabilities allow, or a prompt cannot be served.
+            TTPUError: the engine failed at a beam.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(
@@ -335,7 +345,8 @@ class LLM:
                 "max_tokens=...)."
             )
         adapter = None if lora_request is None else self._adapters_of(lora_request, None)
-        ids = [self.engine.token_ids(prompt) for prompt in _prompts(prompts)]
+        asked = _prompts(prompts)
+        ids = [self.engine.token_ids(prompt) for prompt in asked]
         limits = self.engine.runner.limits
         most = limits.max_model_len - max(map(len, ids), default=0)
         if params.max_tokens > most:
@@ -345,8 +356,15 @@ class LLM:
             )
         stop_ids = self.engine.input_processor.stop_ids
 
-        def next_tokens(given: list[list[int]], asked: SamplingParams) -> list[RequestOutput]:
-            return self.generate(prompt_token_ids=given, sampling_params=asked, adapter=adapter, use_tqdm=use_tqdm)
+        def next_tokens(given: list[list[int]], places: list[int], params: SamplingParams) -> list[RequestOutput]:
+            sequences: list[PromptInput] = [
+                {"prompt_token_ids": tokens, "cache_salt": _salt_of(asked[place])}
+                for tokens, place in zip(given, places, strict=True)
+            ]
+            try:
+                return self.generate(sequences, params, adapter=adapter, use_tqdm=use_tqdm)
+            except PromptsFailedError as error:
+                raise TTPUError(error.reason) from error
 
         found = beam_search(ids, params, next_tokens, stop_ids, limits.max_logprobs)
         if (tokenizer := self.get_tokenizer()) is not None:
@@ -373,11 +391,15 @@ class LLM:
                 adapter.
             CheckpointError, MappingError, UnsupportedError: this model cannot use the adapter.
         """
-        self.engine.load_adapter(name, directory)
+        with self.engine.turn:
+            self.engine.load_adapter(name, directory)
+            self._adapter_paths[name] = _absolute(directory)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter."""
-        self.engine.unload_adapter(name)
+        with self.engine.turn:
+            self.engine.unload_adapter(name)
+            self._adapter_paths.pop(name, None)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
@@ -425,37 +447,58 @@ class LLM:
         self.close()
 
     def _adapters_of(self, asked: LoRARequest | Sequence[LoRARequest | None], adapter: Any) -> Any:
-        """Load the adapters of vLLM's requests that are not loaded; return their names."""
+        """Load the adapters of vLLM's requests that are not loaded, or that were loaded from another path; return their
+        names."""
         if adapter is not None:
             raise RequestError("adapter and lora_request were both given, two names of one setting: pass one of them.")
         several = isinstance(asked, list | tuple)
         requests: Any = asked if several else [asked]
+        paths: dict[str, str] = {}
         for one in requests:
             if one is not None and not isinstance(one, LoRARequest):
                 raise RequestError(f"lora_request holds {one!r}, but a LoRARequest is needed: pass one.")
-            with self.engine.turn:  # one thread loads it
-                if one is None or one.lora_name in self.engine.adapters:
-                    continue
-                if not one.lora_path:
+            if one is not None and one.lora_path:
+                known = paths.setdefault(one.lora_name, one.lora_path)
+                if _absolute(known) != _absolute(one.lora_path):
                     raise RequestError(
-                        f"the adapter {one.lora_name!r} was asked for, but it is not loaded, and its lora_path is "
-                        "empty: give the directory."
+                        f"lora_request has the adapter {one.lora_name!r} at {known!r} and at {one.lora_path!r}, but "
+                        "adapters of one call are told apart by their names: give each its own lora_name."
                     )
-                self.load_adapter(one.lora_name, one.lora_path)
+        for one in requests:
+            if one is not None:
+                self._load_asked(one.lora_name, paths.get(one.lora_name))
         if isinstance(asked, LoRARequest):
             return asked.lora_name
         return [None if one is None else one.lora_name for one in asked]
 
+    def _load_asked(self, name: str, path: str | None) -> None:
+        """Load an adapter, unless it was loaded from this path already; without a path it must be loaded."""
+        with self.engine.turn:  # one thread loads it
+            if name in self.engine.adapters and (not path or self._adapter_paths.get(name) == _absolute(path)):
+                return
+            if not path:
+                raise RequestError(
+                    f"the adapter {name!r} was asked for, but it is not loaded, and its lora_path is empty: give the "
+                    "directory."
+                )
+            self.load_adapter(name, path)
+
     def _run(
         self, requests: list[tuple[PromptInput, SamplingParams, dict[str, Any]]], *, show: bool
     ) -> list[Collector]:
-        """Serve requests until all have finished; on any error, including Ctrl-C, abort those that are left."""
+        """Serve requests until all have finished or failed. On an error of the call itself, such as Ctrl-C or a prompt
+        that cannot be served, abort those that are left."""
         names = [str(next(self._numbers)) for _ in requests]
         collectors: dict[str, Collector] = {}
         with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
-            for name, (prompt, params, options) in zip(names, requests, strict=True):
-                ids = self.engine.token_ids(prompt)
-                self.engine.add(name, ids, params, **options)
+            for number, (name, (prompt, params, options)) in enumerate(zip(names, requests, strict=True)):
+                try:
+                    ids = self.engine.token_ids(prompt)
+                    self.engine.add(name, ids, params, cache_salt=_salt_of(prompt), **options)
+                except RequestError as error:
+                    if len(requests) > 1:
+                        error.add_note(f"This is about prompts[{number}] of {len(requests)} prompts.")
+                    raise
                 sequences = 1 if options.get("pooling") else params.n
                 collectors[name] = Collector(name, _text_of(prompt), ids, sequences)
             left = len(collectors)
@@ -484,6 +527,15 @@ def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
 def _text_of(prompt: PromptInput) -> str | None:
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
+
+
+def _salt_of(prompt: PromptInput) -> str | None:
+    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+
+
+def _absolute(directory: str | Path) -> str:
+    """Return the path by which the directories of two adapters are compared."""
+    return str(Path(directory).resolve())
 
 
 def _with_values(message: Any) -> Any:

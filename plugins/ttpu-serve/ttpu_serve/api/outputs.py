@@ -36,8 +36,9 @@ class CompletionOutput:
     a stop string.
 
     logprobs: for each token, token id → Logprob, the chosen token first. finish_reason: None while the sequence grows,
-    then stop, length or abort. stop_reason: the token id or text that ended the sequence; None for an end-of-sequence
-    token.
+    then stop, length, abort or error. stop_reason: the token id or text that ended the sequence; None for an
+    end-of-sequence token. error: one sentence that says why the engine failed at this sequence; finish_reason is then
+    "error", and the other fields have what was generated before.
     """
 
     index: int
@@ -47,6 +48,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:
