@@ -34,48 +34,40 @@ PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/
                  conformance/ttpu_conformance \
                  $(foreach family,$(FAMILIES),plugins/ttpu-$(family)/ttpu_$(family)) \
                  examples/ttpu-olmo/ttpu_olmo examples/ttpu-pack-attention/ttpu_pack_attention
-# What says nothing about a newer jax or Python that other tests of this lane do not say: `make test` runs it.
-# Wheels, documents, outside projects, the server with its clients (openai, schemathesis), and what is mostly processes.
-NEWEST_IGNORED := test_server_* test_install.py test_packaging.py test_docs.py test_demo_checkpoint.py \
-                  test_third_party*.py test_registry.py test_cli.py test_launch*.py test_distributed.py test_plan_*.py \
-                  test_guides_isolated.py
-# Python and numpy alone: searched through by thousands of random cases, or reading files and running a numpy model.
-NEWEST_IGNORED += test_mapping.py test_engine_scheduler.py test_engine_numpy.py test_engine_guided.py test_data_*.py \
-                  test_trainer.py test_grpo.py test_checkpoints.py test_engine_rows.py test_imports.py test_initialize.py \
-                  test_task_evaluation.py
-# Combinations of operations, the decoder, quantized kernels and the engine, each of which has its own tests here.
-NEWEST_IGNORED += test_train_[!r]*.py test_train_reward.py test_preference.py test_packed_rows.py test_loss.py test_quantized_matmul.py test_padded.py test_layer_steps.py test_latent_attention_cache.py \
-                  test_quantized_load.py test_layer_run.py test_quantize.py test_eval.py \
-                  test_causal_model.py test_fake_quantization.py \
-                  test_engine_core.py test_engine_speculative.py test_engine_embed.py test_engine_quantized.py
-# Single tests that compile for seconds what others of their modules compile as well.
-NEWEST_NOT := an_engine_widens_one_kernel a_prompt_longer_than_a_chunk a_seed_gives_the_same_tokens \
-              a_repetition_penalty_changes parts_of_a_prompt_share text_gives_text_and_ids \
-              a_transformers_streamer every_event_has_its_logprobs a_token_does_not_depend_on_those \
-              tokens_that_a_mesh_does_not_divide the_router_can_read in_bfloat16_results \
-              frequencies_match a_folder_without_weights_opens a_batch_in_parts_gives what_is_not_trained_stays \
-              rows_that_nobody_sends rows_that_have_no_room all_tokens_may_choose tokens_that_the_mesh_does \
-              computing_all_again keys_and_values_in_pairs what_is_not_finite_stays as_near_as_bfloat16 \
-              heads_that_do_not_fit_one_block two_cores_take_turns pages_hold_the_same opened_to_train \
-              padding_that_a_kernel_leaves last_token_alone a_sharded_ring_too attended_to_in_blocks_with \
-              the_same_bit_for_bit_alone split_pages_have scales_of_several_tiles bits_of_the_plain_version \
-              go_round_a_ring gradients_of_what_is_shared in_float32_steps pages_of_8_bits devices_share_wide_heads \
-              one_part_of_the_tokens that_round_their_masters an_optimizer_on_the_host \
-              gradient_is_the_reference_s imports_neither_transformers are_those_of_the_formulas gradients_are_summed_in \
-              beams_are_those_of_the_backend served_by_the_first_programs strict_engines_wait \
-              shards_experts_along_the shared_expert_in_bfloat16 quantized_experts_give_their chunks_too \
-              can_be_taken_back that_a_cache_is_sharded last_token_of_a_later_part kernels_of_several_blocks \
-              form_that_was_asked_for gathered_where_experts_are choose_cannot_spoil_it two_cores_share \
-              each_devices_heads multiply_no_integers many_small_shares several_devices_are_those lowered_for_shardy \
-              packed_rows_of_a_users offline_commands_answer calibrated_run_rounds decoder_of_quantized_kernels_gives \
-              padding_and_packed_segments quantized_head_has_no a_prompt_fills_the_cache experts_and_rows_are_cut \
-              the_same_with_products segment_of_a_packed_row gated_features_of_one experts_along_the_axis \
-              size_of_chunks_does keys_that_repeat_for gradient_of_an_inverse state_becomes_zero_before \
-              kept_is_what_the_planner attention_keeps_its_products unrolled_layers_keep has_keys_of_its_own_in \
-              layer_at_a_time_computes that_a_row_does_not_see cache_of_another_dtype row_that_sees_nothing \
-              that_no_query_sees without_activations_that_fit nothing_else_to_do_is whose_guide_is_followed_is \
-              slow_mask_delays steps_overlap_while fails_ends_its_own outputs_and_their_ends
-NEWEST_TESTS   = tests $(filter-out plugins/ttpu-torch-xla/tests plugins/ttpu-any/tests,$(wildcard plugins/*/tests))
+# What runs on a newer jax and Python: each path of the JAX backend once, an engine's steps, the families' own parts, and
+# the core on a newer Python. The rest says nothing more about either, and `make test` runs it.
+NEWEST_JAX    := attention attention_kernels backward_loop decode_attention decoder exchanged_experts fetch generate \
+                 grouped kernels layer_loop local_experts matmul_devices matmul_pallas moe norms_fused paged_attention \
+                 paged_decode_kernel paged_prompt_kernel parallel params parts ring_attention ring_products \
+                 rope_product saved_activations selective_scan sharded_load splash_on_parts state_space train_runner \
+                 trained_products training_options vocabulary_loss
+NEWEST_SERVE  := beam_search engine engine_ahead engine_async engine_logit_rules engine_lora engine_memory \
+                 engine_pages engine_weights
+NEWEST_TRAIN  := adapter_settings arguments config_file deepspeed
+NEWEST_CORE   := chat_template checkpoint classifier_checkpoints config config_keys detokenizer generation_ranges \
+                 latent_attention mxfp4_files padding parallelism quantization ranges recurrent_mixers rings rope \
+                 shared_blocks shares spec text_part tied torus
+NEWEST_TESTS  := $(NEWEST_CORE:%=tests/test_%.py) $(NEWEST_JAX:%=plugins/ttpu-jax/tests/test_%.py) \
+                 $(NEWEST_SERVE:%=plugins/ttpu-serve/tests/test_%.py) $(NEWEST_TRAIN:%=plugins/ttpu-train/tests/test_%.py) \
+                 $(wildcard $(patsubst %,plugins/ttpu-%/tests,gemma llama mistral qwen zoo))
+# Of these, single tests that compile for seconds what others of their modules compile as well.
+NEWEST_NOT    := a_prompt_longer_than_a_chunk a_seed_gives_the_same_tokens a_repetition_penalty_changes \
+                 parts_of_a_prompt_share text_gives_text_and_ids a_transformers_streamer every_event_has_its_logprobs \
+                 a_token_does_not_depend_on_those tokens_that_a_mesh_does_not_divide the_router_can_read \
+                 in_bfloat16_results frequencies_match a_folder_without_weights_opens what_is_not_trained_stays \
+                 rows_that_nobody_sends rows_that_have_no_room all_tokens_may_choose tokens_that_the_mesh_does \
+                 computing_all_again keys_and_values_in_pairs what_is_not_finite_stays as_near_as_bfloat16 \
+                 heads_that_do_not_fit_one_block two_cores_take_turns opened_to_train padding_that_a_kernel_leaves \
+                 last_token_alone attended_to_in_blocks_with the_same_bit_for_bit_alone split_pages_have \
+                 scales_of_several_tiles go_round_a_ring in_float32_steps pages_of_8_bits devices_share_wide_heads \
+                 one_part_of_the_tokens that_round_their_masters an_optimizer_on_the_host gradient_is_the_reference_s \
+                 are_those_of_the_formulas gradients_are_summed_in shards_experts_along_the shared_expert_in_bfloat16 \
+                 quantized_experts_give_their two_cores_share each_devices_heads multiply_no_integers many_small_shares \
+                 several_devices_are_those lowered_for_shardy packed_rows_of_a_users decoder_of_quantized_kernels_gives \
+                 padding_and_packed_segments quantized_head_has_no a_prompt_fills_the_cache experts_and_rows_are_cut \
+                 the_same_with_products segment_of_a_packed_row gated_features_of_one experts_along_the_axis \
+                 kept_is_what_the_planner attention_keeps_its_products unrolled_layers_keep cache_of_another_dtype \
+                 row_that_sees_nothing that_no_query_sees without_activations_that_fit
 
 PIP := -m pip install --quiet --disable-pip-version-check
 # uv builds the distributions of this repository side by side, and fetches and unpacks gigabytes in half of pip's time.
@@ -148,7 +140,7 @@ test-newest: $(VENV_NEWEST)/.installed
 	$(TEST_ENV) XLA_FLAGS="$(XLA_FLAGS) $(COMPILE_FAST)" $(VENV_NEWEST)/bin/python -m pytest \
 	    -n $(PYTEST_WORKERS) --dist worksteal \
 	    -m "not torch and not tpu_compile and not slow" --ends -k "not ($(subst $(space), or ,$(strip $(NEWEST_NOT))))" \
-	    $(NEWEST_IGNORED:%=--ignore-glob='*/%') $(PYTEST_ARGS) $(NEWEST_TESTS)
+	    $(PYTEST_ARGS) $(NEWEST_TESTS)
 
 bench: $(VENV_TEST)/.installed  ## Run every script in benchmarks/
 	@set -e; for script in benchmarks/*.py; do \
