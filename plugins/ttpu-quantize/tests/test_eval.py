@@ -80,7 +80,9 @@ def test_the_command_prints_a_table_and_json_and_draws(tmp_path: Path) -> None:
     assert "59 tokens, windows of 32 every 16" in table.stdout and "100.00%" in table.stdout
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     parsed = CliRunner().invoke(app, [*request, "--json"])
-    first, second = json.loads(parsed.stdout)["models"]
+    document = json.loads(parsed.stdout)
+    first, second = document["models"]
+    assert (document["window"], document["stride"]) == (32, 16)
     assert (first["tokens"], first["divergence"], second["divergence"]) == (59, None, pytest.approx(0, abs=1e-6))
     assert first["loss"] == pytest.approx(second["loss"])
 
@@ -90,6 +92,8 @@ def test_a_text_that_one_window_holds_is_said_to_have_one(tmp_path: Path) -> Non
     text.write_text(TEXT)
     table = CliRunner().invoke(app, ["eval", name, "--text", str(text), "--limit", "20", "--quiet"])
     assert "text.txt: 19 tokens, one window" in table.stdout
+    parsed = CliRunner().invoke(app, ["eval", name, "--text", str(text), "--limit", "20", "--quiet", "--json"])
+    assert json.loads(parsed.stdout)["stride"] is None
 
 
 def test_checkpoints_with_other_vocabularies_are_refused(tmp_path: Path) -> None:

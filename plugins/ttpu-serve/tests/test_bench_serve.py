@@ -280,6 +280,8 @@ def test_serve_shows_writes_and_draws_what_it_measured(fake: FakeServer, tmp_pat
         assert text in shown.stdout
     document = json.loads((tmp_path / "result.json").read_text())
     assert document["settings"]["model"] == "fake-model" and document["settings"]["request_rate"] == 200.0
+    asked = {"prompts": 4, "input_tokens": None, "output_tokens": "4", "warmup": 1, "slo": "ttft:5000"}
+    assert {name: document["settings"][name] for name in asked} == asked
     assert "ttpu-jax" in document["machine"]["versions"]
     results, requests = document["results"], document["requests"]
     assert (results["completed"], results["failed"], results["output_tokens"]) == (3, 1, 12)

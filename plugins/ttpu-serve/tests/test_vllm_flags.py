@@ -169,9 +169,10 @@ def test_a_servers_file_is_one_for_compiling_as_well(tmp_path: Path) -> None:
     assert found["parallelism_strategy"] == "tensor=2" and list(found["enable_lora"]) == ["poet=./poet"]
     with pytest.raises(Exception, match="No such option"):
         compiling.make_context("compile", ["m", "--port", "80"])
-    file.write_text("prot: 80")
-    with pytest.raises(Exception, match="No such option"):
-        compiling.make_context("compile", ["m", "--config", str(file)])
+    for text, said in (("prot: 80", "prot, .*did you mean .port"), ("quite_other: 80", "quite_other, .*--help")):
+        file.write_text(text)
+        with pytest.raises(RequestError, match=f"{file} has {said}"):
+            compiling.make_context("compile", ["m", "--config", str(file)])
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def _as_json(text: Path, cut: Text, rows: Sequence[Evaluation]) -> dict[str, Any
         "text": str(text),
         "tokens": len(cut.tokens),
         "window": cut.size,
-        "stride": cut.stride,
+        "stride": cut.stride if len(cut.cut) > 1 else None,
         "models": [{**asdict(row), "perplexity": row.perplexity} for row in rows],
     }
 

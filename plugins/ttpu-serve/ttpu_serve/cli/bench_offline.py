@@ -103,7 +103,13 @@ def _offline(
         )
     document = {
         "benchmark": name,
-        "settings": {"checkpoint": checkpoint, "prompts": len(prompts), **engine.arguments()},
+        "settings": {
+            "checkpoint": checkpoint,
+            **workload.settings(len(prompts)),
+            "warmups": warmups,
+            "rounds": rounds,
+            **engine.arguments(),
+        },
         "machine": {
             **machine(),
             "devices": {"kind": devices.kind, "platform": devices.platform, "count": devices.count},

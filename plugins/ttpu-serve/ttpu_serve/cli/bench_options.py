@@ -91,6 +91,18 @@ class WorkloadOptions:
             tokenizer=loaded,
         )
 
+    def settings(self, sent: int) -> dict[str, Any]:
+        """What a result says of its workload, of which `sent` prompts were sent. A dataset has inputs of its own."""
+        random = self.dataset is None
+        return {
+            "prompts": sent,
+            "dataset": None if self.dataset is None else str(self.dataset),
+            "input_tokens": self.input_tokens if random else None,
+            "output_tokens": self.output_tokens,
+            "prefix_tokens": self.prefix_tokens if random else None,
+            "seed": self.seed,
+        }
+
 
 @dataclass(frozen=True)
 class EngineOptions(StepOptions):

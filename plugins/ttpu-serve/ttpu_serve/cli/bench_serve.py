@@ -156,13 +156,15 @@ def serve(
         "request_rate": None if math.isinf(request_rate) else request_rate,
         "burstiness": burstiness,
         "max_concurrency": max_concurrency,
-        "dataset": None if workload.dataset is None else str(workload.dataset),
-        "input_tokens": workload.input_tokens,
-        "output_tokens": workload.output_tokens,
-        "prefix_tokens": workload.prefix_tokens,
-        "ignore_eos": ignore_eos,
+        **workload.settings(len(prompts)),
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "warmup": warmup,
         "temperature": temperature,
-        "seed": workload.seed,
+        "ignore_eos": ignore_eos,
+        "extra_body": extra,
+        "timeout": timeout,
+        "slo": slo,
     }
     document = {"benchmark": "serve", "settings": settings, "machine": machine(), "results": as_json(summary)}
     title = f"{client.model} at {client.url}, {_sending(request_rate, max_concurrency)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from ttpu_core.errors import RequestError
 from ttpu_serve.cli.vllm_flags import IGNORED, PARALLEL, REFUSED, RENAMED, SEVERAL, SHORT, Takes
 
 CONFIG = "--config"
+_VLLM = (RENAMED, IGNORED, REFUSED, PARALLEL, SEVERAL, ("--model", "--checkpoint", "--enable-expert-parallel"))
+"""Where vLLM's flags are."""
 STRATEGIES = ("--parallelism-strategy", "--sharding-strategy", "--mesh", "--plan")
 
 
@@ -20,6 +23,7 @@ def rewritten(
     note: Callable[[str], None] = lambda text: None,
     *,
     left_out: frozenset[str] = frozenset(),
+    known: frozenset[str] | None = None,
 ) -> list[str]:
     """Return a command line without vLLM's flags and without `--config`.
 
@@ -28,15 +32,17 @@ def rewritten(
         switches: options of `ttpu serve` that take no value.
         note: gets a sentence on each flag that has no effect.
         left_out: options that are left out where a file has them, because they are another command's.
+        known: the options that a file may have beside vLLM's; None accepts any.
 
     Raises:
-        RequestError: a flag is refused, contradicts another, or lacks its value, or the file cannot be read.
+        RequestError: a flag is refused, contradicts another, or lacks its value, or the file cannot be read or has an
+            option that there is not.
     """
     words = [_canonical(word) for word in arguments]
     files, words = _without_config(words)
     given = {word.partition("=")[0] for word in words if word.startswith("-")}
     for file in files:
-        words = [*_words_of(file, given, switches, words, left_out), *words]
+        words = [*_words_of(file, given, switches, words, left_out, known), *words]
     return _Reader(words, switches, note).read()
 
 
@@ -71,7 +77,12 @@ def _without_config(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _words_of(
-    file: str, given: set[str], switches: frozenset[str], words: list[str], left_out: frozenset[str]
+    file: str,
+    given: set[str],
+    switches: frozenset[str],
+    words: list[str],
+    left_out: frozenset[str],
+    known: frozenset[str] | None,
 ) -> list[str]:
     """Return the options of a file as words, without those that the command line gives and those of other commands."""
     import yaml
@@ -90,6 +101,8 @@ def _words_of(
         name = _canonical(f"--{key}")
         if name == CONFIG:
             raise RequestError(f"{CONFIG} {file} names another {CONFIG}: write all options into one file.")
+        if known is not None and not any(name in names for names in (known, *_VLLM)):
+            raise RequestError(f"{CONFIG} {file} has {key}, but there is no such option{_similar(name, known)}.")
         if name in ("--model", "--checkpoint"):
             if not _has_checkpoint(words, switches):
                 made += [f"--model={value}"]
@@ -98,6 +111,13 @@ def _words_of(
             meant = _Reader(option, switches, lambda text: None).read() if left_out else []
             made += [] if left_out & {word.partition("=")[0] for word in meant} else option
     return made
+
+
+def _similar(name: str, known: frozenset[str]) -> str:
+    """What to do about an unknown option: the names that resemble it, or where all are listed."""
+    options = {*known, *RENAMED, *PARALLEL, *SEVERAL, "--model"}
+    found = [f"`{one[2:]}`" for one in get_close_matches(name, options, cutoff=0.8)]
+    return f": did you mean {' or '.join(found)}?" if found else ": correct it, or see --help for all of them"
 
 
 def _has_checkpoint(words: list[str], switches: frozenset[str]) -> bool:

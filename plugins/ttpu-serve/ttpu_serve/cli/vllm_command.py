@@ -24,7 +24,8 @@ class VllmCommand(TyperCommand):
             own, others = _names(self.params), _names(self.others())
             switches = _names(one for one in (*self.params, *self.others()) if getattr(one, "is_flag", False))
             switches |= set(self.get_help_option_names(ctx))
-            args = rewritten(args, frozenset(switches), note, left_out=frozenset(others - own))
+            known = frozenset(own | others)
+            args = rewritten(args, frozenset(switches), note, left_out=frozenset(others - own), known=known)
         return super().parse_args(ctx, args)
 
 
