@@ -39,10 +39,11 @@ def stock_model(
     """
     transformers = _transformers()
     kind = model_class(transformers, checkpoint)
-    bars = transformers.utils.logging
-    hide = quiet and bars.is_progress_bar_enabled()
+    logging = transformers.utils.logging
+    hide, level = quiet and logging.is_progress_bar_enabled(), logging.get_verbosity()
     if hide:
-        bars.disable_progress_bar()
+        logging.disable_progress_bar()
+    logging.set_verbosity_error()  # no report of tensors: what is missing is refused below
     try:
         settings = {} if swap is None else _swapping(kind, checkpoint, swap)
         model, info = kind.from_pretrained(
@@ -66,8 +67,9 @@ def stock_model(
             "weight files, or use backend='jax'."
         ) from error
     finally:
+        logging.set_verbosity(level)
         if hide:
-            bars.enable_progress_bar()
+            logging.enable_progress_bar()
     if swap is None and (missing := sorted(info["missing_keys"])):
         raise MappingError(
             f"{checkpoint.source} was to be loaded as {kind.__name__}, but it has no tensor for {missing[0]!r} "

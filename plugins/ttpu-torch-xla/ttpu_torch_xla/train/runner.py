@@ -423,6 +423,11 @@ def _refuse_unknown(settings: Any, known: tuple[str, ...]) -> None:
                 "adapters were asked for (peft_config or adapter_name_or_path), but the torch_xla backend trains whole "
                 "weights only: leave them out, or use backend='jax'."
             )
+        if one.name == "objective" and value is not None:
+            raise UnsupportedError(
+                f"method={type(value).__name__.lower()!r} was asked for, but the torch_xla backend minimizes the "
+                "cross-entropy of the next token alone: leave method out, or use backend='jax'."
+            )
         if one.name not in known and value != usual:
             raise UnsupportedError(
                 f"{one.name}={value!r} was asked for, but training on the torch_xla backend knows nothing of it: leave "
