@@ -26,6 +26,17 @@ def test_a_key_that_nobody_knows_is_reported() -> None:
     )
 
 
+def test_a_dot_in_the_name_of_a_key_is_a_part_of_the_name() -> None:
+    """It used to be taken for a section, in which reading the value failed."""
+    config = read(**{"train.run": 1, "notes": {"by.hand": [1]}})
+    assert config.section("notes") is not None
+    assert config.paths_unread()[-2:] == (("notes", "by.hand"), ("train.run",))
+    assert [sentence.split()[2] for sentence in refuse_ignored(config)] == ["'notes.by.hand'", "'train.run'"]
+    config.does_not_matter("train.run", because="it is a note")
+    assert keys_ignored(config) == ("notes.by.hand",)
+    assert config.keys_without_effect == {"train.run": "it is a note"}
+
+
 def test_a_key_of_training_or_of_the_tokenizer_is_not_worth_a_word() -> None:
     assert keys_ignored(read(attention_dropout=0.1, bos_token_id=1, architectures=["LlamaForCausalLM"])) == ()
 

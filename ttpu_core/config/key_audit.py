@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ttpu_core.config import ModelConfig
+from ttpu_core.config.model_config import KeyPath, dotted
 from ttpu_core.errors import UnsupportedError
 
 NOT_IN_THE_FORWARD_PASS = frozenset(
@@ -79,10 +79,9 @@ def refuse_ignored(config: ModelConfig) -> tuple[str, ...]:
     Raises:
         UnsupportedError: an unread key is known to change the forward pass, so the result would be wrong.
     """
-    ignored = keys_ignored(config)
-    for key in ignored:
-        *_, name = key.split(".")
-        value = _value(config, key)
+    ignored = _paths_ignored(config)
+    for path in ignored:
+        name, value = path[-1], _plain(config.value_at(path))
         if name == "quantization_config":
             raise UnsupportedError(
                 f"{config.source} has a 'quantization_config', but no installed plugin reads quantized weights: take "
@@ -90,26 +89,25 @@ def refuse_ignored(config: ModelConfig) -> tuple[str, ...]:
             )
         if name in CHANGES_THE_FORWARD_PASS and value not in CHANGES_THE_FORWARD_PASS[name]:
             raise UnsupportedError(
-                f"{config.source} of model_type {config.model_type!r} sets {key!r} to {value!r}, which changes what "
-                "the model computes, but the plugin for this type does not read it: update the plugin, or use one "
-                "that describes this variant."
+                f"{config.source} of model_type {config.model_type!r} sets {dotted(path)!r} to {value!r}, which "
+                "changes what the model computes, but the plugin for this type does not read it: update the plugin, or "
+                "use one that describes this variant."
             )
-    return tuple(f"nothing reads {key!r} in {config.source}, so it has no effect" for key in ignored)
+    return tuple(f"nothing reads {dotted(path)!r} in {config.source}, so it has no effect" for path in ignored)
 
 
 def keys_ignored(config: ModelConfig) -> tuple[str, ...]:
     """Keys with a value that no plugin read and that may change the forward pass, sorted. Keys inside a section are
     dotted."""
-    return tuple(key for key in config.keys_unread() if not _harmless(key))
+    return tuple(map(dotted, _paths_ignored(config)))
 
 
-def _harmless(key: str) -> bool:
-    return any(part in NOT_IN_THE_FORWARD_PASS for part in re.split(r"\.", key))
+def _paths_ignored(config: ModelConfig) -> tuple[KeyPath, ...]:
+    return tuple(path for path in config.paths_unread() if NOT_IN_THE_FORWARD_PASS.isdisjoint(path))
 
 
-def _value(config: ModelConfig, dotted: str) -> Any:
-    """The value of a dotted key. Does not count as a read."""
-    value: Any = config.to_dict()
-    for part in dotted.split("."):
-        value = value[int(part) if isinstance(value, list) else part]
-    return value
+def _plain(value: Any) -> Any:
+    """A value as JSON writes it."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.to_dict() if isinstance(value, ModelConfig) else value

@@ -13,6 +13,8 @@ from ttpu_core.errors import ConfigError
 
 T = TypeVar("T")
 D = TypeVar("D")
+KeyPath = tuple[str, ...]
+"""Names of keys from the whole config down to one value. An index of a list is a name too."""
 
 _REQUIRED: Any = object()
 
@@ -29,9 +31,9 @@ class ModelConfig:
     _content: str  # canonical JSON; unlike Python's == it tells true from 1
     _source: str
     _family: str | None  # the model_type for error messages; a section inherits its parent's
-    _prefix: str  # "" for the whole config, "text_config." for a section
-    _read: set[str]  # dotted keys; shared by a config, its sections and all configs derived from it
-    _without_effect: dict[str, str]  # dotted keys and why they cannot matter; shared in the same way
+    _path: KeyPath  # () for the whole config, ("text_config",) for a section
+    _read: set[KeyPath]  # shared by a config, its sections and all configs derived from it
+    _without_effect: dict[KeyPath, str]  # why these keys cannot matter; shared in the same way
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], source: str = "config.json") -> "ModelConfig":
@@ -47,7 +49,7 @@ class ModelConfig:
                 "to values is needed: pass what config.json holds."
             )
         try:
-            return _freeze_mapping(mapping, source, None, "", set(), {})
+            return _freeze_mapping(mapping, source, None, (), set(), {})
         except RecursionError:
             raise ConfigError(
                 f"{source} was asked for as a model config, but it is nested too deeply to be read: "
@@ -96,7 +98,7 @@ class ModelConfig:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of `key`, or `default` where it is absent or null."""
-        self._read.add(self._prefix + key)
+        self._read.add((*self._path, key))
         value = self._values.get(key)
         return default if value is None else value
 
@@ -205,8 +207,8 @@ class ModelConfig:
         """This config with `values` in place of what it writes for these keys. Reads of the result also count for
         this config. A multimodal parent sets values of its text part this way."""
         shared = self._read, self._without_effect
-        changed = _freeze_mapping(values, self._source, self._family, self._prefix, *shared)
-        return _assemble(self._values | changed._values, self._source, changed._family, self._prefix, *shared)
+        changed = _freeze_mapping(values, self._source, self._family, self._path, *shared)
+        return _assemble(self._values | changed._values, self._source, changed._family, self._path, *shared)
 
     def with_renamed(self, names: Mapping[str, str]) -> "ModelConfig":
         """This config with the values of other key names under the usual ones. `names` holds the usual name by other
@@ -228,29 +230,46 @@ class ModelConfig:
         if not because.strip():
             raise ValueError(f"{keys!r} were said not to matter without a reason: pass because=...")
         for key in (keys,) if isinstance(keys, str) else keys:
-            self._without_effect[self._prefix + key] = because
+            self._without_effect[(*self._path, key)] = because
         return self
 
     @property
     def keys_without_effect(self) -> dict[str, str]:
         """The keys with a value that `does_not_matter` was told of and nobody read, and why. Keys inside a section are
         dotted."""
-        told = self._without_effect.items()
-        found = {key.removeprefix(self._prefix): why for key, why in told if key not in self._read}
-        return {key: why for key, why in sorted(found.items()) if _held(self, key)}
+        start = len(self._path)
+        told = [(path, why) for path, why in self._without_effect.items() if path not in self._read]
+        found = {path[start:]: why for path, why in told if path[:start] == self._path}
+        return {dotted(path): why for path, why in sorted(found.items()) if self.value_at(path) is not None}
 
     @property
     def keys_read(self) -> frozenset[str]:
         """The keys that were read. Keys inside a section are dotted (`rope_parameters.rope_theta`)."""
-        start = len(self._prefix)
-        return frozenset(key[start:] for key in self._read if key.startswith(self._prefix))
+        start = len(self._path)
+        return frozenset(dotted(path[start:]) for path in self._read if path[:start] == self._path and path[start:])
 
     def keys_unread(self) -> tuple[str, ...]:
         """The keys with a value that were not read, sorted. Keys inside a section that was read are dotted.
 
         Call it on the checkpoint's own config, which shares its reads with all derived configs. A result of
         `with_defaults` also lists the keys that were filled in."""
-        return tuple(sorted(key.removeprefix(self._prefix) for key in _unread(self)))
+        return tuple(map(dotted, self.paths_unread()))
+
+    def paths_unread(self) -> tuple[KeyPath, ...]:
+        """The keys of `keys_unread` as paths, in which the name of a key may have a dot."""
+        return tuple(sorted((path[len(self._path) :] for path in _unread(self)), key=dotted))
+
+    def value_at(self, path: KeyPath) -> Any:
+        """The value under a path below this config, or None if there is none. Does not count as a read."""
+        value: Any = self
+        for name in path:
+            if isinstance(value, ModelConfig):
+                value = value._values.get(name)
+            elif isinstance(value, tuple) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                return None
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """A fresh dict of plain JSON values, nulls included. Does not count as a read."""
@@ -292,9 +311,10 @@ class ModelConfig:
     def _refused(self, key: str, value: Any, wanted: str) -> ConfigError:
         of = f" of model_type {self._family!r}" if self._family else ""
         plain = value.to_dict() if isinstance(value, ModelConfig) else value
-        found = f"sets {self._prefix + key!r} to {describe(plain)}"
+        name = dotted((*self._path, key))
+        found = f"sets {name!r} to {describe(plain)}"
         if key not in self._values:
-            found = f"has no {self._prefix + key!r}"
+            found = f"has no {name!r}"
         return ConfigError(
             f"{self._source}{of} {found}, but {wanted} is needed there: write one into the file, "
             "or take the config.json that the checkpoint was published with."
@@ -305,65 +325,63 @@ def _freeze_mapping(
     mapping: Mapping[Any, Any],
     source: str,
     family: str | None,
-    prefix: str,
-    read: set[str],
-    without_effect: dict[str, str],
+    path: KeyPath,
+    read: set[KeyPath],
+    without_effect: dict[KeyPath, str],
 ) -> ModelConfig:
     own = mapping.get("model_type")
     family = own if isinstance(own, str) and own else family
 
-    def freeze(value: Any, path: str) -> Any:
+    def freeze(value: Any, path: KeyPath) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list | tuple):
-            return tuple(freeze(item, f"{path}.{index}") for index, item in enumerate(value))
+            return tuple(freeze(item, (*path, str(index))) for index, item in enumerate(value))
         if isinstance(value, ModelConfig):
             value = value.to_dict()
         if isinstance(value, Mapping):
-            return _freeze_mapping(value, source, family, path + ".", read, without_effect)
+            return _freeze_mapping(value, source, family, path, read, without_effect)
         raise ConfigError(
-            f"{source} sets {path!r} to {describe(value)}, but a config holds only null, booleans, numbers, "
+            f"{source} sets {dotted(path)!r} to {describe(value)}, but a config holds only null, booleans, numbers, "
             "strings, lists and objects: pass the value as config.json would write it."
         )
 
     # JSON writes the integer keys of an id2label as strings; a mapping made in Python may hold integers.
-    values = {str(key): freeze(value, f"{prefix}{key}") for key, value in mapping.items()}
-    return _assemble(values, source, family, prefix, read, without_effect)
+    values = {str(key): freeze(value, (*path, str(key))) for key, value in mapping.items()}
+    return _assemble(values, source, family, path, read, without_effect)
 
 
 def _assemble(
     values: dict[str, Any],
     source: str,
     family: str | None,
-    prefix: str,
-    read: set[str],
-    without_effect: dict[str, str],
+    path: KeyPath,
+    read: set[KeyPath],
+    without_effect: dict[KeyPath, str],
 ) -> ModelConfig:
     content = json.dumps(values, sort_keys=True, default=ModelConfig.to_dict)
-    return ModelConfig(values, content, source, family, prefix, read, without_effect)
+    return ModelConfig(values, content, source, family, path, read, without_effect)
 
 
-def _held(config: ModelConfig, dotted: str) -> bool:
-    """Whether there is a value under a dotted key. Does not count as a read."""
-    value: Any = config
-    for part in dotted.split("."):
-        value = value._values.get(part) if isinstance(value, ModelConfig) else None
-    return value is not None
+def dotted(path: KeyPath) -> str:
+    """A path in one word, for people."""
+    return ".".join(path)
 
 
-def _unread(value: Any) -> Iterator[str]:
-    """Full dotted keys below a section, or below a list of sections, that hold a value and were not read."""
+def _unread(value: Any) -> Iterator[KeyPath]:
+    """Whole paths below a section, or below a list of sections, that hold a value and were not read."""
     if isinstance(value, tuple):
         for item in value:
             yield from _unread(item)
     elif isinstance(value, ModelConfig):
         for key, child in value._values.items():
-            if value._prefix + key in value._without_effect:
+            path = (*value._path, key)
+            if path in value._without_effect:
                 continue
-            if value._prefix + key in value._read:
+            if path in value._read:
                 yield from _unread(child)
             elif child is not None:
-                yield value._prefix + key
+                yield path
 
 
 _KINDS = {**KINDS, ModelConfig: ("an object", instance_of(ModelConfig))}
