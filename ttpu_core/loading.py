@@ -167,7 +167,8 @@ def describe_checkpoint(
 
 def planned_architecture(name: str, patch_packs: str | Sequence[str] | None = None) -> Architecture:
     """The architecture of a checkpoint or of a config.json alone, beside which no weights have to lie, with the formats
-    of weights that are quantized already.
+    of weights that are quantized already. Where weights lie there, they decide whether the head is tied, as in
+    `open_model`.
 
     Raises:
         CheckpointError, ConfigError, MappingError, PluginError: what cannot be described, and why.
@@ -180,8 +181,11 @@ def planned_architecture(name: str, patch_packs: str | Sequence[str] | None = No
     path = Path(name).expanduser()
     alone = path.exists() and not (path.is_dir() and any(path.glob("*.safetensors")))
     checkpoint = None if alone else open_checkpoint(name)
-    config = open_config(name) if checkpoint is None else checkpoint.config
-    return stored_architecture(default_registry().architecture(config, patch_packs), config, checkpoint)
+    if checkpoint is None or not checkpoint.has_weights:
+        config = open_config(name) if checkpoint is None else checkpoint.config
+        return stored_architecture(default_registry().architecture(config, patch_packs), config)
+    checkpoint, architecture = describe_checkpoint(checkpoint, patch_packs)
+    return stored_architecture(architecture, checkpoint.config, checkpoint)
 
 
 def undescribed_config(name: str) -> ModelConfig | None:

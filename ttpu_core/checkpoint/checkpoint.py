@@ -93,6 +93,11 @@ class Checkpoint:
         return _file_names(self.path)
 
     @property
+    def has_weights(self) -> bool:
+        """Whether there are safetensors files, or an index of them; their contents are not checked."""
+        return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in self.files)
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether there are files of a tokenizer."""
         return any(name in self.files for name in TOKENIZER_FILES)

@@ -1,5 +1,5 @@
 """`ttpu info`: a checkpoint, or only its config.json, comes in; what the model is, what it needs and what runs it goes
-out, in words or as JSON. No weight is read."""
+out, in words or as JSON. No weight is read but a head's that the config ties to the embedding."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def info(
       ttpu info ./llama --quantization w4a16-g128
       ttpu info ./llama --json | jq .parameters.total
     """
+    from ttpu_core.loading import describe_checkpoint
     from ttpu_core.registry import default_registry
 
     config, opened = _open(checkpoint)
@@ -57,8 +58,10 @@ def info(
         if fallback is not None:
             _print_fallback(checkpoint, config.model_type, runs, dict(fallback.describe(config)), as_json)
             return
-    tensors = None if opened is None else len(opened.tensors)
-    architecture = default_registry().architecture(config, patch_pack, tensors=tensors)
+    if opened is None:
+        architecture = default_registry().architecture(config, patch_pack)
+    else:
+        opened, architecture = describe_checkpoint(opened, patch_pack)
     architecture, quantized, names = _quantized(opened, config, architecture, quantization)
     facts = {
         "checkpoint": checkpoint,
@@ -110,8 +113,7 @@ def _open(name: str) -> tuple[ModelConfig, Checkpoint | None]:
     if Path(name).expanduser().is_file():
         return open_config(name), None
     checkpoint = open_checkpoint(name)
-    has_weights = any(file.endswith((".safetensors", ".safetensors.index.json")) for file in checkpoint.files)
-    return checkpoint.config, checkpoint if has_weights else None
+    return checkpoint.config, checkpoint if checkpoint.has_weights else None
 
 
 def _model_facts(spec: ArchitectureSpec) -> dict[str, Any]:
