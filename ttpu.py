@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ttpu_core.generation.sampling_params import GuidedDecoding, SamplingParams, StructuredOutputsParams
     from ttpu_serve.api.async_engine import AsyncEngine
     from ttpu_serve.api.beam_search import BeamSearchParams
+    from ttpu_serve.api.collector import PromptsFailedError
     from ttpu_serve.api.engine_args import EngineArgs
     from ttpu_serve.api.llm import LLM
     from ttpu_serve.api.lora_request import LoRARequest
@@ -27,6 +28,7 @@ _EXPORTS = {
     "GuidedDecoding": "ttpu_core.generation.sampling_params",
     "LLM": "ttpu_serve.api.llm",
     "LoRARequest": "ttpu_serve.api.lora_request",
+    "PromptsFailedError": "ttpu_serve.api.collector",
     "SamplingParams": "ttpu_core.generation.sampling_params",
     "StructuredOutputsParams": "ttpu_core.generation.sampling_params",
     "Trainer": "ttpu_train.trainer",
@@ -43,6 +45,7 @@ __all__ = [
     "EngineArgs",
     "GuidedDecoding",
     "LoRARequest",
+    "PromptsFailedError",
     "SamplingParams",
     "StructuredOutputsParams",
     "Trainer",

@@ -257,7 +257,7 @@ def test_an_inbox_that_is_dropped_within_a_step_waits_for_nobody(
     assert tokens == alone[4]
     while engine.has_work:
         assert not engine.step()
-    assert not engine.inboxes and not any(engine.stats().pages_in_use.values())
+    assert not engine.turns.inboxes and not any(engine.stats().pages_in_use.values())
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def tokens_of(llm: LLM, prompt: list[int] = PROMPT) -> list[int]:
 def nothing_left(llm: LLM) -> bool:
     gc.collect()
     stats = llm.engine.stats()
-    return not (stats.running or stats.waiting or any(stats.pages_in_use.values()) or llm.engine.inboxes)
+    return not (stats.running or stats.waiting or any(stats.pages_in_use.values()) or llm.engine.turns.inboxes)
 
 
 def test_an_id_that_is_used_again_does_not_get_the_tokens_of_the_request_before(llm: LLM) -> None:

@@ -213,7 +213,7 @@ class LLM:
         check_variables(chat_template_kwargs)
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[PromptInput] = []
-        with self.engine.turn:  # a step of another thread may use the tokenizer
+        with self.engine.turns.lock:  # a step of another thread may use the tokenizer
             tokenizer = self.get_tokenizer()
             text_of = partial(
                 chat_text,
@@ -391,13 +391,13 @@ class LLM:
                 adapter.
             CheckpointError, MappingError, UnsupportedError: this model cannot use the adapter.
         """
-        with self.engine.turn:
+        with self.engine.turns.lock:
             self.engine.load_adapter(name, directory)
             self._adapter_paths[name] = _absolute(directory)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter."""
-        with self.engine.turn:
+        with self.engine.turns.lock:
             self.engine.unload_adapter(name)
             self._adapter_paths.pop(name, None)
 
@@ -473,7 +473,7 @@ class LLM:
 
     def _load_asked(self, name: str, path: str | None) -> None:
         """Load an adapter, unless it was loaded from this path already; without a path it must be loaded."""
-        with self.engine.turn:  # one thread loads it
+        with self.engine.turns.lock:  # one thread loads it
             if name in self.engine.adapters and (not path or self._adapter_paths.get(name) == _absolute(path)):
                 return
             if not path:

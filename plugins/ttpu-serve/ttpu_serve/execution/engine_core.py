@@ -3,21 +3,19 @@ it in turn. While the device runs a step, the host decodes the previous step's t
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
 from ttpu_core.generation.sampling_params import SamplingParams
-from ttpu_serve.adapters.files import read_adapter
+from ttpu_serve.adapters.of_engine import EngineAdapters
 from ttpu_serve.api.outputs import OutputDelta
 from ttpu_serve.execution.declared_pooling import LAST, DeclaredPooling
 from ttpu_serve.execution.guide_follower import GuideFollower
@@ -30,36 +28,13 @@ from ttpu_serve.execution.speculation import Speculation
 from ttpu_serve.execution.stats import EngineStats
 from ttpu_serve.execution.step_builder import StepBuilder
 from ttpu_serve.execution.streaming import stream_events
+from ttpu_serve.execution.turns import Turns, in_turn
 from ttpu_serve.execution.utilization import StepCosts
 from ttpu_serve.guided.guides import GuidePlace
-from ttpu_serve.runner import AdapterSlots, InFlight, ModelRunner, RowRules, RunnerStep, ServedModel
+from ttpu_serve.runner import InFlight, ModelRunner, RowRules, RunnerStep, ServedModel
 from ttpu_serve.scheduling.request import AskedPooling, Request, Status
 from ttpu_serve.scheduling.scheduler import Scheduler
 from ttpu_serve.scheduling.scheduler_output import ScheduledStep
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _in_turn(method: Callable[Concatenate[EngineCore, P], T]) -> Callable[Concatenate[EngineCore, P], T]:
-    """A method of the engine that waits until no other thread is within one of these. Before and after it, requests of
-    inboxes that were closed meanwhile are aborted."""
-
-    @functools.wraps(method)
-    def called(self: EngineCore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.turn:
-            if self._is_called:
-                return method(self, *args, **kwargs)
-            self._is_called = True
-            try:
-                self._abort_dropped()
-                result = method(self, *args, **kwargs)
-                self._abort_dropped()
-                return result
-            finally:
-                self._is_called = False
-
-    return called
 
 
 @dataclass(frozen=True)
@@ -117,11 +92,9 @@ class EngineCore:
         self.guides = self.input_processor.guides
         self.embeds = pooling.of_embeddings
         self.asleep = self.closed = False
-        self.turn = threading.RLock()
+        self.turns = Turns(self.abort)
+        self._adapters = EngineAdapters(runner.adapters)
         self.failures = 0  # steps that raised, one after another, in calls of several threads
-        self._is_called = False
-        self._dropped: deque[Inbox] = deque()
-        self.inboxes: dict[str, Inbox] = {}
         self._steps_for = StepBuilder(runner)
         self._in_flight: deque[_Dispatched] = deque()
         self._outputs: dict[str, SequenceOutput] = {}
@@ -137,7 +110,7 @@ class EngineCore:
 
     # -- requests --
 
-    @_in_turn
+    @in_turn
     def add(
         self,
         request_id: str,
@@ -191,7 +164,7 @@ class EngineCore:
         self._requests += 1
         self._prompt_tokens += len(made[0].request.prompt)
 
-    @_in_turn
+    @in_turn
     def take_back(self, request_id: str) -> None:
         """Drop a request that was added after the last step, because others that belong to it are refused. It is not
         counted as a request."""
@@ -200,14 +173,14 @@ class EngineCore:
         self._prompt_tokens -= len(prompt)
         self.abort(request_id)
 
-    @_in_turn
+    @in_turn
     def abort(self, request_id: str) -> None:
         """Drop a request; no more deltas of it are returned. Unknown ids are ignored."""
         self._held = [delta for delta in self._held if delta.request_id != request_id]
         for child in self._children.pop(request_id, ()):
             self._forget(child, self.scheduler.abort(child))
 
-    @_in_turn
+    @in_turn
     def token_ids(self, prompt: PromptInput) -> list[int]:
         """Return a prompt's token ids; see `InputProcessor.token_ids`."""
         return list(self.input_processor.read(prompt).token_ids)
@@ -226,29 +199,6 @@ class EngineCore:
         """Return a separate queue for the deltas of some requests; `step` no longer returns these."""
         return Inbox(self, request_ids)
 
-    def drop(self, inbox: Inbox) -> None:
-        """Abort the requests of an inbox: at once, or, during a call of this engine, at its end. It waits for nobody,
-        as a garbage collector may call it in any thread and between any two lines of a step."""
-        self._dropped.append(inbox)
-        if self.turn.acquire(blocking=False):
-            try:
-                if not self._is_called:
-                    self._is_called = True
-                    try:
-                        self._abort_dropped()
-                    finally:
-                        self._is_called = False
-            finally:
-                self.turn.release()
-
-    def _abort_dropped(self) -> None:
-        while self._dropped:
-            inbox = self._dropped.popleft()
-            for request_id in inbox.request_ids:
-                if self.inboxes.get(request_id) is inbox:
-                    del self.inboxes[request_id]
-                    self.abort(request_id)
-
     def hold(self, delta: OutputDelta) -> None:
         """Keep a delta for the next call of `step`."""
         self._held.append(delta)
@@ -259,9 +209,9 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         waiting = bool(self._outputs) and not self.asleep
-        return bool(self._held or self._in_flight or self._dropped) or waiting
+        return bool(self._held or self._in_flight or self.turns.has_dropped) or waiting
 
-    @_in_turn
+    @in_turn
     def step(self) -> list[OutputDelta]:
         """Dispatch the next step if one can be scheduled, collect the oldest finished step, and return its deltas.
 
@@ -276,12 +226,13 @@ class EngineCore:
             self._start_over(error)
             self._held = deltas + self._held
             raise
-        if not self.inboxes:
+        inboxes = self.turns.inboxes
+        if not inboxes:
             return deltas
         for delta in deltas:
-            if (inbox := self.inboxes.get(delta.request_id)) is not None:
+            if (inbox := inboxes.get(delta.request_id)) is not None:
                 inbox.put(delta)
-        return [delta for delta in deltas if delta.request_id not in self.inboxes]
+        return [delta for delta in deltas if delta.request_id not in inboxes]
 
     def _advance(self, deltas: list[OutputDelta]) -> None:
         synchronous = self._synchronous
@@ -298,7 +249,7 @@ class EngineCore:
         elif scheduled is None and self._followed:
             self._take_followed(deltas, idle=True)
 
-    @_in_turn
+    @in_turn
     def end_failed(self, error: Exception) -> None:
         """End the requests of the step that raised last; the next `step` returns their deltas."""
         for request in self._failed:
@@ -461,9 +412,9 @@ class EngineCore:
     @property
     def adapters(self) -> dict[str, int]:
         """Names of the loaded LoRA adapters, each with its number."""
-        return {} if self.runner.adapters is None else dict(self.runner.adapters.names)
+        return self._adapters.names
 
-    @_in_turn
+    @in_turn
     def load_adapter(self, name: str, directory: str) -> None:
         """Load a LoRA adapter in PEFT's format. It replaces an adapter of the same name; running requests finish with
         the adapter they started with.
@@ -483,41 +434,30 @@ class EngineCore:
             RequestError, CheckpointError, MappingError, UnsupportedError: as `load_adapter`; the returned function
                 raises those that depend on the engine's state.
         """
-        checked = self._slots_for(name).check(read_adapter(directory))
-
-        def load() -> None:
-            busy = {output.request.adapter for output in self._outputs.values()}
-            self._slots_for(name).load(name, checked, busy)
-
-        return load
-
-    def _slots_for(self, name: str) -> AdapterSlots:
         self._check_open()
-        slots = self.runner.adapters
-        if slots is None or self.asleep:
-            why = "it is asleep: wake it up" if slots else "it was built without room for them: set max_adapters"
-            raise RequestError(f"the adapter {name!r} was to be loaded into this engine, but {why}.")
-        return slots
+        load = self._adapters.prepare(name, directory, asleep=self.asleep)
 
-    @_in_turn
+        def finish() -> None:
+            self._check_open()
+            load({output.request.adapter for output in self._outputs.values()}, asleep=self.asleep)
+
+        return finish
+
+    @in_turn
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter; running requests that use it finish with it.
 
         Raises:
             RequestError: no adapter of this name is loaded.
         """
-        slots = self.runner.adapters
-        if slots is None or name not in slots.names:
-            known = ", ".join(self.adapters) or "none"
-            raise RequestError(f"the adapter {name!r} was to be unloaded, but those loaded are: {known}.")
-        slots.unload(name)
+        self._adapters.unload(name)
 
-    @_in_turn
+    @in_turn
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
         self.scheduler.reset_prefix_cache()
 
-    @_in_turn
+    @in_turn
     def sleep(self) -> None:
         """Free the devices' memory: move the weights to the host and drop the KV cache. Requests are kept and computed
         again after `wake_up`.
@@ -534,7 +474,7 @@ class EngineCore:
                 self.speculation.proposer.sleep()
             self.asleep = True
 
-    @_in_turn
+    @in_turn
     def wake_up(self) -> None:
         """Move the weights back to the devices and continue.
 
@@ -548,7 +488,7 @@ class EngineCore:
                 self.speculation.proposer.wake_up()
             self.asleep = False
 
-    @_in_turn
+    @in_turn
     def update_weights(self, weights: str | Path | Mapping[str, Any]) -> None:
         """Replace some or all weights, awake or asleep. Running requests keep their tokens and continue with the new
         weights; keys and values of the old weights are dropped.
@@ -581,7 +521,7 @@ class EngineCore:
         self.scheduler.preempt_all()
         self.scheduler.reset_prefix_cache()
 
-    @_in_turn
+    @in_turn
     def close(self) -> None:
         """Abort all requests and free the devices' memory."""
         for request_id in list(self._children):

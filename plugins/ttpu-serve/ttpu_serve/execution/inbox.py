@@ -25,7 +25,7 @@ class Inbox:
         self._engine, self.request_ids = engine, tuple(request_ids)
         self._deltas: deque[OutputDelta] = deque()
         for request_id in self.request_ids:
-            engine.inboxes[request_id] = self
+            engine.turns.inboxes[request_id] = self
 
     def put(self, delta: OutputDelta) -> None:
         """Queue a delta."""
@@ -41,7 +41,7 @@ class Inbox:
                 tried once more, and then its requests end with deltas that say why.
         """
         engine = self._engine
-        with engine.turn:
+        with engine.turns.lock:
             if not self._deltas:
                 if engine.asleep or engine.closed:
                     why = "is closed: open another one" if engine.closed else "is asleep: call wake_up() first"
@@ -58,7 +58,7 @@ class Inbox:
                 engine.hold(delta)  # of callers without an inbox
         except Exception as error:
             engine.failures += 1
-            alone = all(inbox is self for inbox in engine.inboxes.values())
+            alone = all(inbox is self for inbox in engine.turns.inboxes.values())
             if alone or engine.failures > MOST_FAILURES:
                 engine.failures = 0
                 raise
@@ -69,7 +69,7 @@ class Inbox:
 
     def close(self) -> None:
         """Close the queue and abort unfinished requests."""
-        self._engine.drop(self)
+        self._engine.turns.drop(self)
 
     def __enter__(self) -> Inbox:
         return self
