@@ -35,7 +35,9 @@ def test_each_mesh_holds_its_share_of_weights_and_cache(config: Path) -> None:
     said = run(config, "--topology", "v5e:2x2", "--batch", ROWS, "--context", CONTEXT, "--json")
     assert said.exit_code == 0, said.output
     content = json.loads(said.stdout)
-    assert (content["described"], content["nothing_fits"], content["batch"]) == (False, False, ROWS)
+    assert (content["described"], content["nothing_fits"], content["batch"]) == (False, None, ROWS)
+    asked = {"task": "inference", "topology": "v5e:2x2", "batch": ROWS, "context": CONTEXT, "quantization": None}
+    assert content["purpose"] == "inference" and asked.items() <= content["request"].items()
     plans = {tuple(one["mesh"].items()): one for one in content["plans"]}
     assert set(plans) == {(("fsdp", 4),), (("fsdp", 2), ("tensor", 2)), (("tensor", 4),)}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(config.parent))
@@ -79,6 +81,10 @@ def test_what_is_not_known_is_refused_in_a_sentence(config: Path, options: list[
 
 @pytest.mark.torch
 def test_a_model_that_fits_nowhere_ends_with_status_1(config: Path) -> None:
-    found = run(config, "--topology", "v5e:1x1", "--batch", 2**27, "--context", CONTEXT)
+    asked = (config, "--topology", "v5e:1x1", "--batch", 2**27, "--context", CONTEXT)
+    found = run(*asked)
     assert found.exit_code == 1
     assert "nothing fits: take more chips" in found.output
+    nothing = json.loads(run(*asked, "--json").stdout)["nothing_fits"]
+    assert nothing["reason"].startswith("take more chips") and nothing["remedies"] == []
+    assert nothing["missing_bytes"] > 2 * LAYERS * 2**27 * CONTEXT * HIDDEN * 2 - 16 * 2**30

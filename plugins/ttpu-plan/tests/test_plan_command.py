@@ -2,6 +2,7 @@
 in for the compiler."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,17 @@ from typer.testing import CliRunner
 from ttpu_core import registry as registry_module
 from ttpu_core.cli.main import app
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.loading import Purpose
 from ttpu_core.pictures import check_picture
 from ttpu_core.sharding.hardware import parse_topology
 from ttpu_core.sharding.serving import ServedShapes
 from ttpu_core.sharding.verification import Verification
+from ttpu_plan.cli import _used_with
 from ttpu_plan.picture import COLOURS, ENDINGS, html_picture, save_picture
 from ttpu_plan.plan import Plan
 from ttpu_plan.plan_file import load_plan
 from ttpu_plan.planner import plans
+from ttpu_plan.service import PLANNER
 
 
 @pytest.fixture
@@ -83,6 +87,37 @@ def test_a_saved_plan_is_the_first_one(config: Path, tmp_path: Path) -> None:
     assert str(plan.parallelism) == "tensor=8"
     plan.check(published(LLAMA))
     assert f"--plan {tmp_path / 'plan.json'} --max-num-seqs 32 --max-model-len 2048`" in result.stderr
+
+
+@pytest.mark.parametrize(("task", "purpose"), [("inference", "serve"), ("generation", "generate")])
+def test_the_command_that_is_printed_takes_the_plan(config: Path, tmp_path: Path, task: str, purpose: Purpose) -> None:
+    """It used to lack the quantization, and was refused; and a path with a blank fell apart."""
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    config, saved = config.rename(folder / "config.json"), folder / "plan.json"
+    result = run(config, "--topology", "v5e:2x4", "--task", task, "--quantization", "int8", "--save", saved)
+    assert result.exit_code == 0, result.output
+    for printed, packs in (
+        (" ".join(result.stderr.split()).split("`")[1], []),
+        (_used_with(str(folder), load_plan(saved), saved, ["one", "two"]).split("`")[1], ["one", "two"]),
+    ):
+        ttpu, name, *words = shlex.split(printed)
+        assert (ttpu, name, words[0]) == ("ttpu", purpose, str(folder))
+        given = {option: words[at + 1] for at, option in enumerate(words) if option.startswith("--")}
+        assert [words[at + 1] for at, option in enumerate(words) if option == "--patch-pack"] == packs
+        assert given["--plan"] == str(saved)
+        PLANNER.plan_for(
+            given["--plan"], published(LLAMA), dtype="bfloat16", quantization=given["--quantization"], purpose=purpose,
+            backend="JAX",
+        )  # fmt: skip
+
+
+def test_the_printed_command_of_a_plan_to_train_names_its_packs(config: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    result = run(config, "--topology", "v5e:4x4", "--task", "training", "--batch", 16, "--save", saved)
+    assert f"train with `ttpu train run.yaml model={tmp_path} plan={saved}`" in " ".join(result.stderr.split())
+    words = _used_with("it's", load_plan(saved), saved, ["one", "two"]).split("`")[1]
+    assert shlex.split(words)[3:] == ["model=it's", f"plan={saved}", "load_options.patch_packs=one,two"]
 
 
 def test_a_plan_is_saved_though_nobody_reads_what_is_printed(

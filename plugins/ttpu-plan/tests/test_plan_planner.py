@@ -373,8 +373,15 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, plan: Plan) -> None:
     (tmp_path / "text.json").write_text("not json")
     with pytest.raises(PlanError, match="is not valid JSON"):
         load_plan(tmp_path / "text.json")
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(PlanError, match="has no version"):
-        load_plan(tmp_path / "list.json")
+    for text, why in (
+        ("[]", "holds the list \\[\\] where a JSON object is needed"),
+        ("{}", "has no version"),
+        ("[" * 100_000, "is nested too deeply to be read"),
+        ('{"version": 3, "version": 3}', 'writes the key "version" twice'),
+        (json.dumps(plan_json(plan)).replace('"weights": ', '"weights": 1e999, "w": '), "OverflowError"),
+    ):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(PlanError, match=why):
+            load_plan(tmp_path / "other.json")
     with pytest.raises(PlanError, match="cannot be written"):
         save_plan(plan, tmp_path / "nowhere" / "plan.json")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Verified = dict["Plan", "tuple[Verification, ...]"]
 
+CONFIG = "config.json"
 NOTHING_FITS = 1
 CANDIDATES = 3
 MOST_CHIPS = 256  # of the slices that are tried where none is named
@@ -248,7 +249,8 @@ def plan(
         save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
-        note(f"saved the plan for {_name(fitting[0])} as {save}{_used_with(checkpoint, fitting[0], save)}")
+        command = _used_with(checkpoint, fitting[0], save, patch_pack or ())
+        note(f"saved the plan for {_name(fitting[0])} as {save}{command}")
     if reason is not None:
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
@@ -306,16 +308,18 @@ def _planned_without_plugin(
             fallback, config, topology, batch=rows, context=request.context, dtype=request.dtype
         )
     fitting, shown = any(one.fits for one in plans), plans[:best]
+    reason = "take more chips, fewer rows (--batch) or a shorter context (--context)."
     if as_json:
         values = {"checkpoint": checkpoint, "model_type": config.model_type, "described": False, "batch": rows}
-        values |= {"context": request.context, "note": undescribed.NOTE}
-        print_json({**values, "plans": undescribed.as_json(shown), "nothing_fits": not fitting})
+        values |= {"context": request.context, **_request_json(request, topology, rows), "note": undescribed.NOTE}
+        nothing = None if fitting else _nothing_json(reason, min((one.missing_bytes for one in plans), default=None))
+        print_json({**values, "plans": undescribed.as_json(shown), "nothing_fits": nothing})
     else:
         title = f"{checkpoint}: {counted(rows, 'row')}, {request.context:,} tokens of context"
         stdout_console().print(undescribed.table_of(shown, title))
         stdout_console().print(undescribed.NOTE)
     if not fitting:
-        note("nothing fits: take more chips, fewer rows (--batch) or a shorter context (--context).")
+        note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
     return True
 
@@ -434,17 +438,26 @@ def _name(one: Plan) -> str:
     return f"{one.topology} {one.layout}"
 
 
-def _used_with(checkpoint: str, one: Plan, saved: Path) -> str:
+def _used_with(checkpoint: str, one: Plan, saved: Path, patch_packs: Sequence[str]) -> str:
     """The command that runs what a plan was made for."""
+    import shlex
+
+    if Path(checkpoint).name == CONFIG and Path(checkpoint).expanduser().is_file():
+        checkpoint = str(Path(checkpoint).parent)  # weights are loaded by the name of their folder
     if one.program("train") is not None:
-        return f"; train with `ttpu train run.yaml model={checkpoint} plan={saved}`"
-    if not one.is_served:
-        return f"; generate with `ttpu generate {checkpoint} --plan {saved}`"
+        words = ["ttpu", "train", "run.yaml", f"model={checkpoint}", f"plan={saved}"]
+        words += [f"load_options.patch_packs={','.join(patch_packs)}"] if patch_packs else []
+        return f"; train with `{shlex.join(words)}`"
     workload = one.programs[0].workload
-    limits = f"--max-num-seqs {workload.batch} --max-model-len {workload.context}"
-    limits += f" --kv-cache-dtype {workload.kv_cache}" if workload.kv_cache else ""
+    words = [checkpoint, "--plan", str(saved)]
+    words += ["--quantization", str(workload.quantization)] if workload.quantization else []
+    words += [word for name in patch_packs for word in ("--patch-pack", name)]
+    if not one.is_served:
+        return f"; generate with `{shlex.join(['ttpu', 'generate', *words])}`"
+    words += ["--max-num-seqs", str(workload.batch), "--max-model-len", str(workload.context)]
+    words += ["--kv-cache-dtype", workload.kv_cache] if workload.kv_cache else []
     each = "" if one.replicas == 1 else f", once for each of the {one.replicas} replicas"
-    return f"; serve it with `ttpu serve {checkpoint} --plan {saved} {limits}`{each}"
+    return f"; serve it with `{shlex.join(['ttpu', 'serve', *words])}`{each}"
 
 
 def _title(model: str, request: Request) -> str:
@@ -478,6 +491,17 @@ def _as_json(
         "model_type": architecture.spec.model_type,
         "num_parameters": architecture.spec.num_parameters,
         "kernel_formats": dict(stored_formats(architecture.spec)),
+        **_request_json(request, topology, batch),
+        "note": NOTE,
+        "patch_packs": list(architecture.patch_packs),
+        "kernels": _kernels(architecture, shown),
+        "plans": rows,
+        "without": list(without),
+    }
+
+
+def _request_json(request: Request, topology: str | None, batch: int | None) -> dict[str, Any]:
+    return {
         "purpose": request.purpose,
         "request": {
             "task": request.purpose,
@@ -490,11 +514,6 @@ def _as_json(
             "new_tokens": request.new_tokens,
             "update": None if request.update is None else asdict(request.update),
         },
-        "note": NOTE,
-        "patch_packs": list(architecture.patch_packs),
-        "kernels": _kernels(architecture, shown),
-        "plans": rows,
-        "without": list(without),
     }
 
 
@@ -505,11 +524,13 @@ def _nothing_fits(reason: str | None, nothing: NoFit | None) -> dict[str, Any] |
     if reason is None:
         return None
     remedies = nothing.remedies if nothing else ()
-    return {
-        "reason": reason,
-        "missing_bytes": nothing.missing_bytes if nothing else None,
-        "remedies": [{"change": one.change, "plan": plan_json(one.plan)} for one in remedies],
-    }
+    changes = [{"change": one.change, "plan": plan_json(one.plan)} for one in remedies]
+    return _nothing_json(reason, nothing.missing_bytes if nothing else None, changes)
+
+
+def _nothing_json(reason: str, missing_bytes: int | None, remedies: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """`nothing_fits` of the JSON, which is null where a plan fits."""
+    return {"reason": reason, "missing_bytes": missing_bytes, "remedies": list(remedies)}
 
 
 def _print(

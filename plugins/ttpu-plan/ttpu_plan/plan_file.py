@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ttpu_core.config import parse_json_object
 from ttpu_core.errors import PlanError, TTPUError
 from ttpu_core.files import check_target, write_whole
 from ttpu_core.sharding.parallelism import strategy_with
@@ -87,7 +88,7 @@ def read_plan(value: Any, source: str = "the plan") -> Plan:
             new_tokens=None if value.get("new_tokens") is None else int(value["new_tokens"]),
         )
         slices = plan.slices
-    except (KeyError, TypeError, ValueError, AttributeError, TTPUError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, TTPUError) as error:
         why = str(error).rstrip(".")
         raise PlanError(f"{source} cannot be read as a plan ({type(error).__name__}: {why}): {again}") from error
     wanted, joined = plan.parallelism.num_devices, plan.parallelism.num_slices
@@ -143,7 +144,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         PlanError: the file is missing or not a plan of this version.
     """
     try:
-        value = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        value = parse_json_object(Path(path).expanduser().read_bytes())
     except OSError as error:
         raise PlanError(
             f"the plan {str(path)!r} was asked for, but it cannot be read ({error.strerror or error}): write one with "
@@ -151,8 +152,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         ) from error
     except ValueError as error:
         raise PlanError(
-            f"the plan {str(path)!r} was asked for, but it is not valid JSON ({error}): write one with "
-            "`ttpu plan CHECKPOINT --save PLAN.json`."
+            f"the plan {str(path)!r} was asked for, but it {error}: write one with `ttpu plan CHECKPOINT --save "
+            "PLAN.json`."
         ) from error
     return read_plan(value, f"the plan {str(path)!r}")
 

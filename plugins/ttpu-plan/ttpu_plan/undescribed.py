@@ -55,6 +55,11 @@ class UndescribedPlan:
         """Whether weights and cache are within the share of the memory that plans may use."""
         return self.weight_bytes + self.cache_bytes <= HEADROOM * self.hbm_bytes
 
+    @property
+    def missing_bytes(self) -> int:
+        """The bytes on each device by which weights and cache exceed that share."""
+        return round(self.weight_bytes + self.cache_bytes - HEADROOM * self.hbm_bytes)
+
 
 def undescribed_plans(
     fallback: PlansWithoutPlugin, config: ModelConfig, topology: str | None, *, batch: int, context: int, dtype: str
