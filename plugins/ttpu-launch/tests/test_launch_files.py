@@ -160,6 +160,13 @@ def test_a_name_that_kubernetes_would_refuse_is_refused_first(name: str) -> None
         job_set("v5e:2x4", name=name)
 
 
+def test_the_command_for_a_written_file_quotes_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "my job"
+    job_set = ("--gke", str(file), "--topology", "v5e:4x4", "--image", "a/b")
+    assert f"next: kubectl apply -f '{file}'\n" in run(*job_set, "--", "x").stderr
+    assert f"next: sbatch '{file}'\n" in run("--slurm-script", str(file), "--force", "--", "x").stderr
+
+
 def test_the_manifest_is_a_file_that_is_not_replaced_unasked(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     asked = ["--gke", str(file), "--topology", "v5e:4x4", "--image", "a/b"]

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
 
+SECRET = ("KEY", "TOKEN")
+"""Ends of the names of variables whose values are not printed."""
+
 WHERE, FILES, PROCESSES = "Where", "Files for other launchers", "Processes"
 
 
@@ -197,7 +200,7 @@ def launch(
             grace=grace,
             backend=runs.passed_on,
         )
-        _write(gke, job.yaml(), force, dry_run, asked, executable=False, then=f"kubectl apply -f {gke}")
+        _write(gke, job.yaml(), force, dry_run, asked, executable=False, then=["kubectl", "apply", "-f", str(gke)])
         return
     if slurm_script is not None:
         from ttpu_launch.slurm import BatchScript
@@ -220,7 +223,8 @@ def launch(
             environment=tuple(asked.items()),
             options=tuple(sbatch or ()),
         )
-        _write(slurm_script, script.text(), force, dry_run, asked, executable=True, then=f"sbatch {slurm_script}")
+        then = ["sbatch", str(slurm_script)]
+        _write(slurm_script, script.text(), force, dry_run, asked, executable=True, then=then)
         return
 
     variables = places.passed_on(asked, os.environ)
@@ -268,7 +272,7 @@ def launch(
         tasks = places.local_tasks(argv_of(words), nproc_per_node, contract, own)
     if dry_run:
         for task in tasks:
-            print(_as_line(task, runs.variables))
+            print(_as_line(task, asked, runs.variables))
         return
     raise typer.Exit(_run(tasks, restarts, grace))
 
@@ -346,7 +350,7 @@ def _write(
     variables: Mapping[str, str | None],
     *,
     executable: bool,
-    then: str,
+    then: Sequence[str],
 ) -> None:
     if dry_run:
         print(text, end="")
@@ -356,7 +360,7 @@ def _write(
     held = [name for name, value in variables.items() if value is not None]
     write_whole(path, text, replace=force, executable=executable, private=bool(held))
     alone = f", and can be read by you alone: it holds {_values_of(held)}" if held else ""
-    note(f"{path} is written{alone}; next: {then}")
+    note(f"{path} is written{alone}; next: {shlex.join(then)}")
 
 
 def _given(ctx: typer.Context) -> list[str]:
@@ -379,8 +383,14 @@ def _one_of(places: Mapping[str, object]) -> None:
         raise LaunchError(f"{_and(given)} were given, but a command runs in one place: leave out all but one.")
 
 
-def _as_line(task: Task, variables: tuple[str, ...]) -> str:
-    shown = ("TTPU_", *variables)
-    said = {name: value for name, value in task.environment.items() if name.startswith(shown) and value}
-    place = " ".join(f"{name}={value}" for name, value in said.items())
-    return f"[{task.label}]{f' on {task.host}' if task.host else ''} {place} {shlex.join(task.command)}"
+def _as_line(task: Task, asked: Mapping[str, str | None], of_backend: Collection[str]) -> str:
+    """What a task runs, with its variables. Variables that a launch empties are left out. A value of the environment
+    that may be secret is not shown, but its variable's name in its place."""
+
+    def shown(name: str, value: str) -> str:
+        may_be_secret = asked[name] is None if name in asked else name.endswith(SECRET)
+        hidden = may_be_secret and name not in of_backend
+        return f"{name}={shlex.quote(f'<{name}>' if hidden else value)}"
+
+    words = [shown(name, value) for name, value in task.environment.items() if value or name in asked]
+    return " ".join([f"[{task.label}]{f' on {task.host}' if task.host else ''}", *words, shlex.join(task.command)])
