@@ -931,7 +931,7 @@ def test_auto_model_passes_dtype_and_options_to_the_backend(checkpoint: Path, ca
 def test_the_ttpu_module_has_exactly_its_public_names() -> None:
     assert ttpu.AutoModelForTPU is AutoModelForTPU
     names = ["LLM", "AsyncEngine", "AutoModelForTPU", "AutoXLAModelForCausalLM", "BeamSearchParams", "EngineArgs"]
-    names += ["GuidedDecoding", "LoRARequest", "SamplingParams", "StructuredOutputsParams"]
+    names += ["GuidedDecoding", "LoRARequest", "PromptsFailedError", "SamplingParams", "StructuredOutputsParams"]
     names += ["Trainer", "TrainerCallback", "TrainingArguments", "initialize"]
     assert ttpu.__all__ == names
     assert [name for name in dir(ttpu) if not name.startswith("__")] == sorted(names)
