@@ -26,6 +26,11 @@ def test_a_type_that_begins_like_one_of_the_zoo_has_none() -> None:
     ]  # fmt: skip
 
 
+def test_ttpus_own_distributions_are_known_by_name() -> None:
+    files = (ROOT / "pyproject.toml", ROOT / "conformance" / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml"))
+    assert distributions.official() == {tomllib.loads(file.read_text())["project"]["name"] for file in files}
+
+
 def test_every_command_of_a_plugin_has_the_distribution_that_brings_it() -> None:
     declared: set[str] = set()
     for file in (*ROOT.glob("plugins/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"):

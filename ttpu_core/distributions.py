@@ -3,6 +3,8 @@ found by entry points."""
 
 from __future__ import annotations
 
+import re
+
 FAMILIES = {
     "llama": "ttpu-llama",
     "gemma": "ttpu-gemma",
@@ -59,6 +61,18 @@ PACKAGES = {
 
 A_FAMILY, A_BACKEND, A_FALLBACK = "ttpu-llama", '"ttpu-core[jax]"', '"ttpu-core[any]"'
 """For an environment that has none."""
+
+
+def official() -> frozenset[str]:
+    """The names of TTPU's own distributions, which no other may have. An extra of the core is named like the
+    distribution that it brings."""
+    tables = (FAMILIES, BACKENDS, COMMANDS, SERVICES, PACKAGES)
+    named = {source.strip('"') for table in tables for source in table.values()}
+    found = {"ttpu-core", "ttpu-zoo"}
+    for source in (*named, A_FAMILY.strip('"'), A_BACKEND.strip('"'), A_FALLBACK.strip('"')):
+        name, _, extra = re.sub(r"\]$", "", source).partition("[")
+        found.add(f"ttpu-{extra}" if name == "ttpu-core" else name)
+    return frozenset(found)
 
 
 def family_of(model_type: str) -> str | None:

@@ -82,9 +82,18 @@ def test_a_name_that_no_package_can_have_is_refused(name: str, folder: Path) -> 
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["core", "ttpu-jax", "Conformance", "torch_xla"])
+@pytest.mark.parametrize("name", ["core", "ttpu-jax", "Conformance", "torch_xla", "train", "any", "zoo", "Llama"])
 def test_the_names_of_ttpus_own_parts_are_refused(name: str) -> None:
     assert "part of TTPU" in refused(name)
+
+
+def test_the_name_of_an_installed_distribution_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "site" / "ttpu_olive-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ttpu-olive\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(info.parent)
+    assert "ttpu-olive is installed already" in refused("olive")
+    assert made("olive-own", "--model-type", "olive")["distribution"] == "ttpu-olive-own"
 
 
 def test_each_model_type_gets_a_module_and_an_entry_point(folder: Path) -> None:

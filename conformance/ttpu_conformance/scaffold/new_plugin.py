@@ -22,7 +22,7 @@ def new_plugin(
         typer.Argument(
             metavar="NAME",
             help="What the family is called; the package is ttpu-NAME. With --from it may be left out: then it is "
-            "the model type.",
+            "the model type, or TYPE-own where ttpu-TYPE is another package.",
         ),
     ] = None,
     model_type: Annotated[
@@ -111,14 +111,14 @@ def new_plugin(
 def _prefilled(source: str, name: str | None, author: str | None) -> NewPlugin:
     """The plugin of a config's type, with hooks filled in."""
     from ttpu_conformance import environment
-    from ttpu_conformance.scaffold.package_files import NewPlugin
+    from ttpu_conformance.scaffold.package_files import NewPlugin, free_name
     from ttpu_conformance.scaffold.prefilled import module_text
     from ttpu_conformance.scaffold.reference_model import look_at
     from ttpu_core.checkpoint import open_config
 
     environment.prepare()
     config = open_config(source)
-    plugin = NewPlugin.of(name or config.model_type, (config.model_type,), author)
+    plugin = NewPlugin.of(name or free_name(config.model_type), (config.model_type,), author)
     with stderr_console().status(f"transformers' tiny {config.model_type}"):
         seen = look_at(config)
         text = module_text(seen, config.model_type)

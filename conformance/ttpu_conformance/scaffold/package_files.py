@@ -18,11 +18,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from ttpu_core.distributions import official
 from ttpu_core.errors import RequestError
 
 PREFIX = "ttpu-"
-OWN_NAMES = ("core", "jax", "torch-xla", "plan", "launch", "serve", "conformance")
-"""Distributions of TTPU that describe no architecture."""
+OWN = "-own"
+"""What a name ends with whose beginning is another distribution's."""
 LINE = 120
 
 
@@ -55,11 +56,12 @@ class NewPlugin:
                 f"new-plugin was given the name {name!r}, but a package's name has letters, digits, '-', '_' and '.', "
                 "and begins and ends with a letter or digit (PEP 508): pass one such as 'olmo'."
             )
-        slug = re.sub(r"[-_.]+", "-", title).lower()
-        if slug in OWN_NAMES:
+        slug = _slug(title)
+        if is_taken(slug):
+            owner = "a part of TTPU itself" if PREFIX + slug in official() else "installed already"
             raise RequestError(
-                f"new-plugin was given the name {name!r}, but {PREFIX}{slug} is a part of TTPU itself: choose another, "
-                "such as the name of the model's family."
+                f"new-plugin was given the name {name!r}, but {PREFIX}{slug} is {owner}, and a package of that name "
+                f"would take its place: choose another, such as {slug}{OWN}."
             )
         types = tuple(dict.fromkeys(model_types)) or (slug.replace("-", "_"),)
         modules = {one: _module_name(one) for one in types}
@@ -146,6 +148,21 @@ class NewPlugin:
             "model_types": " ".join(self.modules),
             "quoted_model_types": _arguments([f'"{one}"' for one in self.modules]),
         }
+
+
+def free_name(model_type: str) -> str:
+    """The name of a package for a model type: the type's, unless a distribution has it."""
+    return f"{model_type}{OWN}" if is_taken(model_type) else model_type
+
+
+def is_taken(name: str) -> bool:
+    """Whether TTPU, or an installed distribution, has the name of the package for this one."""
+    distribution = PREFIX + _slug(name)
+    return distribution in official() or any(metadata.distributions(name=distribution))
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[-_.]+", "-", title).lower()
 
 
 def write_all(target: Path, files: Mapping[str, str]) -> None:
