@@ -14,13 +14,16 @@ import pytest
 pytest.importorskip("torch")
 import torch
 import transformers
-from quantized_files import SCHEMES, TOKENS, compressed_tensors
+from quantized_files import INT4, SCHEMES, TOKENS, compressed_tensors
 from safetensors.torch import load_file, save_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
 from ttpu_core.checkpoint import open_checkpoint, open_config
+from ttpu_core.checkpoint.decoded import DecodedTensor
+from ttpu_core.checkpoint.header import TensorReader
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError, UnsupportedError
+from ttpu_core.quantization.schemes import open_quantized
 from ttpu_core.quantization.stored import stored_architecture
 from ttpu_core.registry import default_registry
 from ttpu_jax.ops.kernels import QuantizedKernel
@@ -152,6 +155,17 @@ def test_quantized_inputs_follow_the_checkpoint(dense: Path, tmp_path: Path) -> 
     quantized, _ = compressed_tensors(dense, tmp_path / "static", weights, "int-quantized", static)
     kernel = load(quantized).params["layers.0.mlp.gate_up.kernel"]
     assert np.asarray(kernel.input_scale) == np.float32(0.05)
+
+
+def test_one_zero_point_is_that_of_every_group(dense: Path, tmp_path: Path) -> None:
+    quantized, _ = compressed_tensors(dense, tmp_path, INT4 | {"num_bits": 8, "symmetric": False}, "int-quantized")
+    damaged(quantized, lambda t: t.update({Q + "weight_zero_point": torch.tensor([3], dtype=torch.int8)}))
+    found = open_quantized(open_checkpoint(quantized))
+    assert found is not None
+    zero = found.weights[Q + "weight"].parts["zero_point"]
+    assert isinstance(zero, DecodedTensor)
+    with TensorReader() as reader:
+        np.testing.assert_array_equal(zero.rows(reader, 1, 4), np.full((3, 2), 3))  # groups of 16 of 32 inputs
 
 
 # damaged files

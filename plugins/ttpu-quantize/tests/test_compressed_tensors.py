@@ -3,11 +3,16 @@ for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from ttpu_core.config import ModelConfig
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_core.quantization.schemes.compressed_tensors import group_of
+from ttpu_core.quantization.schemes.config_groups import config_groups
 from ttpu_quantize import compressed_tensors as layout
 from ttpu_quantize.gptq import GPTQ
 from ttpu_quantize.linears import Linear
@@ -16,8 +21,6 @@ SHAPE = (24, 48)  # 24 rows of zero points do not fill words of 8 at every group
 
 
 def linear(scheme: str, **changes: object) -> Linear:
-    from dataclasses import replace
-
     form = replace(QuantizationConfig.parse(scheme).kernel_format, **changes)  # type: ignore[arg-type]
     return Linear("m.weight", "m.weight", SHAPE, form, ())
 
@@ -58,6 +61,23 @@ def test_the_library_decompresses_an_input_order() -> None:
     np.testing.assert_array_equal(decompressed(held, tensors), dequantize(parts, held.form))
     again = layout.read_parts(held, tensors)
     np.testing.assert_array_equal(dequantize(again, held.form), dequantize(parts, held.form))
+
+
+def test_a_config_group_has_modules_of_its_own_form_alone() -> None:
+    sizes = {"layers.0.up": 16, "layers.1.up": 16, "layers.2.up": 8, "layers.0.down": 8, "layers.1.down": 16}
+    linears = [
+        replace(linear("w4a16-g16", group_size=size), name=f"{name}.weight", stored=f"{name}.weight")
+        for name, size in sizes.items()
+    ]
+    entry = layout.quantization_config(linears, ["layers.3.down", "layers.0.gate", "layers.1.gate"])
+    assert entry["config_groups"]["group_0"]["targets"] == ["layers.2.up", "layers.0.down"]
+    assert entry["ignore"] == ["layers.3.down", r"re:layers\.\d+\.gate$"]
+    config = ModelConfig.from_dict({"model_type": "llama", **entry})
+    groups = config_groups("here", config)
+    for one in linears:
+        found = group_of(one.module, groups, tuple(entry["ignore"]))
+        assert found is not None
+        assert found.weights.group_size == one.form.group_size
 
 
 def decompressed(held: Linear, tensors: dict[str, np.ndarray]) -> np.ndarray:

@@ -4,6 +4,7 @@ that cannot be met are refused."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ttpu_core.errors import CheckpointError
 from ttpu_core.loading import LoadOptions, describe_checkpoint, open_model
 from ttpu_core.quantization.config import QuantizationConfig
 from ttpu_core.quantization.rounding import dequantize, round_kernel
+from ttpu_core.quantization.schemes import open_quantized
 from ttpu_quantize.linears import select
 from ttpu_quantize.making import make_checkpoint
 from ttpu_quantize.output import Output
@@ -112,16 +114,19 @@ def test_an_interrupted_run_is_finished_as_if_it_had_not_been(
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w4a16-g16-asym", "w8a16", "fp8"])
+@pytest.mark.parametrize(
+    ("scheme", "skip"),
+    [("w4a16-g32", ()), ("w4a16-g16-asym", ("layers.1.mlp",)), ("w8a16", ()), ("fp8", ("layers.0",))],
+)
 def test_transformers_and_ttpu_compute_what_the_written_weights_stand_for(
-    checkpoint: Path, tmp_path: Path, scheme: str
+    checkpoint: Path, tmp_path: Path, scheme: str, skip: tuple[str, ...]
 ) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("compressed_tensors", exc_type=ImportError)
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     opened, architecture = describe_checkpoint(open_checkpoint(checkpoint))
-    config = QuantizationConfig.parse(scheme)
+    config = replace(QuantizationConfig.parse(scheme), skip=skip)
     make_checkpoint(opened, architecture, config, tmp_path / "out")
     weights = load_file(checkpoint / "model.safetensors")
     for linear in select(architecture, opened, config):
@@ -173,6 +178,18 @@ def test_a_group_that_does_not_divide_becomes_finer_and_says_so(checkpoint: Path
     assert [group["weights"]["group_size"] for group in groups.values()] == [16, 32]
     assert groups["group_0"]["targets"] == [r"re:model\.layers\.\d+\.mlp\.down_proj$"]
     assert groups["group_1"]["targets"] == ["Linear"]
+
+
+def test_a_layer_that_is_skipped_is_named_and_its_like_are_read_as_quantized(checkpoint: Path, tmp_path: Path) -> None:
+    result = invoke(checkpoint, "--scheme", "w8a16", "--skip", "layers.0", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "re:lm_head$" in ignored
+    assert [name for name in ignored if "down_proj" in name] == ["model.layers.0.mlp.down_proj"]
+    quantized = open_quantized(open_checkpoint(tmp_path / "out"))
+    assert quantized is not None
+    assert len(quantized.weights) == 7
+    assert all(name.startswith("model.layers.1.") for name in quantized.weights)
 
 
 EXPERTS = {

@@ -140,15 +140,14 @@ def quantization_config(linears: Iterable[Linear], ignored: Iterable[str]) -> di
         linears: everything that is quantized.
         ignored: names of the modules that have a matrix and are not.
     """
-    modules: dict[KernelFormat, dict[str, None]] = {}
-    counts: dict[KernelFormat, int] = {}
+    modules: dict[KernelFormat, list[str]] = {}
     for linear in linears:
-        modules.setdefault(linear.form, {})[pattern_of(linear.module)] = None
-        counts[linear.form] = counts.get(linear.form, 0) + 1
-    usual = max(counts, key=lambda form: counts[form])
+        modules.setdefault(linear.form, []).append(linear.module)
+    usual = max(modules, key=lambda form: len(modules[form]))
     groups = {}
-    for number, form in enumerate(sorted(counts, key=lambda form: form is usual)):  # readers take the first match
-        targets = ["Linear"] if form is usual else list(modules[form])
+    for number, form in enumerate(sorted(modules, key=lambda form: form is usual)):  # readers take the first match
+        others = [module for other in modules if other is not form for module in modules[other]]
+        targets = ["Linear"] if form is usual else _targets(modules[form], others)
         groups[f"group_{number}"] = _group(form, targets)
     formats = {group["format"] for group in groups.values()}
     return {
@@ -156,7 +155,7 @@ def quantization_config(linears: Iterable[Linear], ignored: Iterable[str]) -> di
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted({pattern_of(module) for module in ignored}),
+        "ignore": sorted(_targets(ignored, [module for group in modules.values() for module in group])),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "version": VERSION,
@@ -171,6 +170,14 @@ def is_packed(form: KernelFormat) -> bool:
 def bits_of(form: KernelFormat) -> int:
     """Bits of a value."""
     return 4 if form.dtype == "int4" else 8
+
+
+def _targets(modules: Iterable[str], others: Iterable[str]) -> list[str]:
+    """What names `modules` and none of `others`: a pattern for the modules of all layers, or the name itself where the
+    pattern would match one of the others."""
+    taken = {pattern_of(module) for module in others}
+    found = [module if pattern_of(module) in taken else pattern_of(module) for module in modules]
+    return list(dict.fromkeys(found))
 
 
 def _group(form: KernelFormat, targets: list[str]) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def _zero_point(
 
     def rows(reader: TensorReader, start: int, stop: int) -> Array:
         found = raw_tensor(reader, info).astype(np.int8)
-        return np.broadcast_to(found.reshape(-1, groups), (out, groups))[start:stop]
+        found = found.reshape((1, 1) if found.size == 1 else (out, groups))
+        return np.broadcast_to(found, (out, groups))[start:stop]
 
     return DecodedTensor(info.name, (out, groups), INT8, rows)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttpu_core.checkpoint.decoded import DecodedTensor, ReadRows, raw_rows, raw_tensor
+from ttpu_core.checkpoint.decoded import DecodedTensor, raw_rows, raw_tensor
 from ttpu_core.checkpoint.header import TensorInfo, TensorReader
 from ttpu_core.errors import CheckpointError
 from ttpu_core.quantization.packing import floats
@@ -139,11 +139,6 @@ def scale_source(info: TensorInfo, shape: tuple[int, ...], block: tuple[int, int
         return _finite(whole, raw_rows(reader, whole, start, stop))
 
     return DecodedTensor(info.name, whole.shape, FLOAT32, rows)
-
-
-def by_columns(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], columns: ReadRows) -> DecodedTensor:
-    """A tensor whose rows are the columns [height, stop - start] that `columns` reads."""
-    return DecodedTensor(name, shape, dtype, lambda reader, start, stop: columns(reader, start, stop).T)
 
 
 def checked_scales(name: str, scales: Array) -> Array:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.quantization.config import is_named
 from ttpu_core.quantization.quantize import why_finer
 from ttpu_torch_xla.quantization.config import QuantizationConfig
 from ttpu_torch_xla.quantization.experts import QuantizedStack, hold, stacks_in, why_dense
@@ -89,7 +89,7 @@ def quantize(
     if any(isinstance(module, QuantizedLinear | QuantizedStack) for module in model.modules()):
         raise RequestError("a model was to be quantized, but it has quantized layers already: quantize it once.")
     for pattern in config.exclude_layers:
-        if not any(_named(name, pattern) for name in (*linears, *stacks)):
+        if not any(is_named(name, pattern) for name in (*linears, *stacks)):
             raise RequestError(
                 f"exclude_layers names {pattern!r}, but no linear layer of this model is called that: take names such "
                 f"as {', '.join(list(linears)[:3])}, or a run of their parts."
@@ -98,7 +98,7 @@ def quantize(
     kept = {name: reason for name, module in linears.items() if (reason := _reason(name, module, head, config))}
     kept |= {name: reason for name, reason in keep.items() if name in linears and name not in kept}
     for name, (experts, _) in stacks.items():
-        excluded = any(_named(name, pattern) for pattern in config.exclude_layers)
+        excluded = any(is_named(name, pattern) for pattern in config.exclude_layers)
         reason = "in exclude_layers" if excluded else why_dense(experts, config.kernel_format.activation)
         if reason is not None:
             kept[name] = reason
@@ -161,7 +161,7 @@ def refuse_to_save(*args: Any, **options: Any) -> None:
 def _reason(name: str, module: nn.Linear, head: nn.Module | None, config: QuantizationConfig) -> str | None:
     """Why a linear layer stays as it is."""
     last = name.rpartition(".")[2]
-    if any(_named(name, pattern) for pattern in config.exclude_layers):
+    if any(is_named(name, pattern) for pattern in config.exclude_layers):
         return "in exclude_layers"
     if (module is head or last == "lm_head") and not config.quantize_lm_head:
         return "the head (quantize_lm_head)"
@@ -186,11 +186,6 @@ def _lines(reasons: Mapping[str, str]) -> Iterator[str]:
     for reason, names in by_reason.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield f"{reason}: {', '.join(names[:3])}{more}"
-
-
-def _named(name: str, pattern: str) -> bool:
-    """Whether a pattern is a layer's name, a run of its parts, or matches it."""
-    return f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)
 
 
 def _head(model: nn.Module) -> nn.Module | None:
