@@ -137,6 +137,10 @@ def test_rules_that_forbid_nothing_change_no_draw(pair: SimpleNamespace) -> None
     assert new_tokens(pair, **drawn, sequence_bias={(7,): 0.0}) == new_tokens(pair, **drawn)
 
 
+def test_an_n_gram_longer_than_any_sequence_forbids_nothing(pair: SimpleNamespace) -> None:
+    assert new_tokens(pair, no_repeat_ngram_size=2048, ignore_eos=True) == pair.greedy
+
+
 # Several sequences of a prompt
 
 

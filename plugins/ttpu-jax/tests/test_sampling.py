@@ -46,6 +46,14 @@ def run(
     return jitted(jnp.asarray(logits), sampling.sampling_inputs(requests), counts, steps, features=features)
 
 
+def counts_of(prompts: Sequence[Sequence[int]], vocab: int) -> sampling.TokenCounts:
+    """Counts of rows that have their prompts, and no token of an output yet."""
+    seen = np.zeros((len(prompts), vocab), np.bool_)
+    for row, prompt in enumerate(prompts):
+        seen[row, list(prompt)] = True
+    return sampling.TokenCounts(jnp.asarray(seen), jnp.zeros(seen.shape, jnp.int32))
+
+
 # Thresholds
 
 
@@ -149,7 +157,7 @@ def test_the_chain_of_penalty_temperature_and_filters_equals_that_of_transformer
         process.MinPLogitsWarper(0.02),
     ):
         theirs = warper(torch.tensor([prompt + output]), theirs)
-    counts = sampling.start_row(sampling.empty_counts(1, vocab), 0, jnp.asarray(prompt))
+    counts = counts_of([prompt], vocab)
     for token in output:
         counts = sampling.update(counts, jnp.asarray([token]))
     inputs, features = sampling.sampling_inputs([request]), sampling.features_of([request])
@@ -161,25 +169,17 @@ def test_the_chain_of_penalty_temperature_and_filters_equals_that_of_transformer
 def test_presence_and_frequency_count_output_tokens_only() -> None:
     logits = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
     request = TokenChoice(presence_penalty=0.5, frequency_penalty=0.25)
-    counts = sampling.start_row(sampling.empty_counts(1, 4), 0, jnp.asarray([0, 1, -1, 9]))
+    counts = counts_of([[0, 1]], 4)
     for token in (2, 2, 3, -1, 9):
         counts = sampling.update(counts, jnp.asarray([token]))
     penalised = sampling.penalised(jnp.asarray(logits), sampling.sampling_inputs([request]), counts)
     np.testing.assert_array_equal(penalised, [[1.0, 2.0, 3.0 - 2 * 0.25 - 0.5, 4.0 - 0.25 - 0.5]])
-    np.testing.assert_array_equal(counts.prompt_seen, [[True, True, False, False]])
-
-
-def test_a_new_request_forgets_the_row_it_takes_over() -> None:
-    counts = sampling.update(sampling.empty_counts(2, 4), jnp.asarray([1, 2]))
-    counts = jax.jit(sampling.start_row)(counts, 1, jnp.asarray([3, -1]))
-    np.testing.assert_array_equal(counts.output_counts, [[0, 1, 0, 0], [0, 0, 0, 0]])
-    np.testing.assert_array_equal(counts.prompt_seen, [[False] * 4, [False, False, False, True]])
 
 
 def test_penalties_change_the_greedy_choice() -> None:
     logits = np.array([[1.0, 2.0, 1.9]], np.float32)
     request = TokenChoice(repetition_penalty=1.5)
-    counts = sampling.start_row(sampling.empty_counts(1, 3), 0, jnp.asarray([1]))
+    counts = counts_of([[1]], 3)
     assert run(logits, [request], counts=counts).token.tolist() == [2]
     with pytest.raises(ValueError, match="counts is None"):
         run(logits, [request])
@@ -273,7 +273,7 @@ def mixed_requests() -> list[TokenChoice]:
 def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch() -> None:
     requests = mixed_requests()
     logits = random_logits(len(requests), 1500, seed=2)
-    counts = sampling.update(sampling.empty_counts(len(requests), 1500), jnp.arange(len(requests)))
+    counts = sampling.update(counts_of([[]] * len(requests), 1500), jnp.arange(len(requests)))
     for step in (0, 1, 77):
         together = run(logits, requests, step, counts).token.tolist()
         backwards = jax.tree.map(lambda array: array[::-1], counts)
@@ -341,7 +341,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         TokenChoice(temperature=0.5, top_k=3, seed=1, logprobs=4),
         TokenChoice(repetition_penalty=2.0),
     ]
-    counts = sampling.start_row(sampling.empty_counts(2, 50), 1, jnp.asarray([1, 2]))
+    counts = counts_of([[], [1, 2]], 50)
     sampled = run(logits, requests, counts=counts)
     expected = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True))
     chosen = np.asarray(sampled.token)[:, None]

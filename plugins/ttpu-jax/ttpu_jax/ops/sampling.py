@@ -97,20 +97,6 @@ class TokenCounts:
     output_counts: jax.Array
 
 
-def empty_counts(batch: int, vocab: int) -> TokenCounts:
-    """Counts of `batch` rows without any tokens."""
-    return TokenCounts(jnp.zeros((batch, vocab), jnp.bool_), jnp.zeros((batch, vocab), jnp.int32))
-
-
-def start_row(counts: TokenCounts, row: jax.Array | int, prompt: jax.Array) -> TokenCounts:
-    """`counts` with `row` (a scalar) assigned to a new request with the prompt `prompt`: int32 [length].
-
-    Tokens below 0 or beyond the vocabulary are ignored: prompts padded with -1 to one length compile once."""
-    vocab = counts.prompt_seen.shape[-1]
-    seen = jnp.zeros((vocab,), jnp.bool_).at[inside(prompt, vocab)].set(True, mode="drop")
-    return TokenCounts(counts.prompt_seen.at[row].set(seen), counts.output_counts.at[row].set(0))
-
-
 def update(counts: TokenCounts, tokens: jax.Array) -> TokenCounts:
     """`counts` after each row generated its token of `tokens`: int32 [batch]. Tokens below 0 are ignored."""
     batch, vocab = counts.output_counts.shape
@@ -183,7 +169,7 @@ def sample(
     scores = raw if rules is None else _biased(raw, rules)
     if features.penalties:
         if counts is None:
-            raise ValueError("penalties are on, but counts is None: pass empty_counts(batch, vocab)")
+            raise ValueError("penalties are on, but counts is None: pass TokenCounts of the rows' tokens")
         scores = penalised(scores, inputs, counts)
     if rules is not None:
         scores = jnp.where(_bits(rules.allowed, vocab), scores, -jnp.inf)

@@ -259,8 +259,11 @@ def _with_words(scores: jax.Array, memory: Memory, words: Words) -> jax.Array:
 
 def _would_repeat(memory: Memory, size: int, vocab: int) -> jax.Array:
     """bool [batch, vocab], tokens that would complete an n-gram of this size that a row already has."""
-    history, prefix = memory.history, memory.latest(size - 1)
+    history = memory.history
     places = history.shape[1] - size + 1
+    if places < 1:  # no row will be long enough for one
+        return jnp.zeros((history.shape[0], vocab), jnp.bool_)
+    prefix = memory.latest(size - 1)
     fits = jnp.ones((len(history), places), jnp.bool_)
     for index in range(size - 1):
         fits &= history[:, index : index + places] == prefix[:, index : index + 1]
