@@ -93,7 +93,8 @@ def test_the_command_writes_the_module_and_leaves_the_check_out_on_request(tmp_p
 
 
 def test_a_type_whose_family_has_its_name_gets_a_package_of_another_name(tmp_path: Path) -> None:
-    """A second ttpu-mistral would take the place of the first, and could not be checked: excluding one excludes both."""
+    """A second ttpu-mistral would take the place of the first, and could not be checked, because who excludes one
+    excludes both."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
     asked = ["new-plugin", "--from", str(tmp_path), "--directory", str(tmp_path / "out"), "--no-check", "--json"]
     result = RUNNER.invoke(app, asked)

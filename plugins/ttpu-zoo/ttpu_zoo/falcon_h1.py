@@ -2,8 +2,10 @@
 in many places."""
 
 from dataclasses import replace
+from typing import Any
 
 from ttpu_core import ModelConfig, defaults, hookimpl
+from ttpu_core.config.kinds import numbers
 from ttpu_core.errors import ConfigError
 from ttpu_core.mapping import FlaxMapping
 from ttpu_core.mapping.layout import standard_mapping
@@ -76,13 +78,13 @@ def ttpu_attention(config: ModelConfig) -> AttentionSpec:
 @hookimpl
 def ttpu_block(config: ModelConfig) -> BlockSpec:
     """A state space beside attention. The MLP's output is scaled."""
-    return BlockSpec(beside=_mixer(config), mlp_residual_multiplier=config.number_list("mlp_multipliers")[1])
+    return BlockSpec(beside=_mixer(config), mlp_residual_multiplier=_multipliers(config, "mlp_multipliers", 2)[1])
 
 
 @hookimpl
 def ttpu_mlp(config: ModelConfig) -> MLPSpec:
     """A gated MLP whose gates are scaled."""
-    return replace(defaults.ttpu_mlp(config), gate_multiplier=config.number_list("mlp_multipliers")[0])
+    return replace(defaults.ttpu_mlp(config), gate_multiplier=_multipliers(config, "mlp_multipliers", 2)[0])
 
 
 @hookimpl
@@ -96,7 +98,7 @@ def _mixer(config: ModelConfig) -> MixerSpec:
     inner = config.positive_int("mamba_d_ssm", default=None) or config.positive_int("mamba_expand") * hidden
     automatic = config.get("mamba_d_head", "auto") == "auto"
     order = "before_gate" if config.flag("mamba_norm_before_gate") else "after_gate"
-    factors = dict(zip(SECTIONS, config.number_list("ssm_multipliers"), strict=True))
+    factors = dict(zip(SECTIONS, _multipliers(config, "ssm_multipliers", len(SECTIONS)), strict=True))
     factors |= {"input": config.number("ssm_in_multiplier"), "output": config.number("ssm_out_multiplier")}
     return state_space(
         hidden_size=hidden,
@@ -114,3 +116,13 @@ def _mixer(config: ModelConfig) -> MixerSpec:
         dt_limits=dt_limits(config),
         scales=tuple(factors.items()),
     )
+
+
+def _multipliers(config: ModelConfig, key: str, count: int) -> tuple[float, ...]:
+    def convert(value: Any) -> tuple[float, ...]:
+        found = numbers(value)
+        if len(found) != count:
+            raise ValueError
+        return found
+
+    return config.converted(key, f"a list of {count} numbers", convert)

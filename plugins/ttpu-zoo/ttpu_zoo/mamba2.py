@@ -80,6 +80,14 @@ def ttpu_flax_mapping(spec: ArchitectureSpec) -> FlaxMapping:
 
 def dt_limits(config: ModelConfig) -> tuple[float, float]:
     """The least and the greatest step. JSON has no infinity, for which transformers writes an object."""
-    written = config.items("time_step_limit", default=(0.0, math.inf))
-    low, high = (float(end.text("__float__")) if isinstance(end, ModelConfig) else float(end) for end in written)
-    return low, high
+    wanted = "a list of the least and the greatest step"
+    return config.converted("time_step_limit", wanted, _limits, default=(0.0, math.inf))
+
+
+def _limits(written: object) -> tuple[float, float]:
+    ends = written if isinstance(written, tuple) else ()
+    found = [end.get("__float__") if isinstance(end, ModelConfig) else end for end in ends]
+    numbers = [float(end) for end in found if isinstance(end, int | float | str) and not isinstance(end, bool)]
+    if len(ends) != 2 or len(numbers) != 2 or not numbers[0] <= numbers[1]:
+        raise ValueError
+    return numbers[0], numbers[1]
