@@ -6,8 +6,9 @@ import tomllib
 from pathlib import Path
 
 from ttpu_core import default_registry, distributions
+from ttpu_core.cli.list_plugins import KINDS
 from ttpu_core.distributions import FAMILIES, ZOO, family_of
-from ttpu_core.plugin_records import ARCHITECTURES, COMMANDS
+from ttpu_core.plugin_records import ARCHITECTURES, COLLECTIONS, COMMANDS, GROUPS, SERVICES
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +25,20 @@ def test_a_type_that_begins_like_one_of_the_zoo_has_none() -> None:
     assert [family_of(name) for name in ("gpt_neox_japanese", "phi4_multimodal", "llama9", "")] == [
         None, None, "ttpu-llama", None,
     ]  # fmt: skip
+
+
+def test_every_group_of_entry_points_is_listed_and_documented() -> None:
+    """Parsers, torch's runtimes and what the kit checks used to be in none of these, and no variable excluded them."""
+    declared = {"ttpu.default_backends"}  # for other people's backends
+    for file in (*ROOT.glob("plugins/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"):
+        points = tomllib.loads(file.read_text())["project"].get("entry-points", {})
+        declared.update(group for group in points if group.startswith("ttpu."))
+    documented = (ROOT / "docs" / "plugins.md").read_text().partition("\n## ")[0]
+    assert set(KINDS) == set(GROUPS)
+    assert declared <= {*GROUPS, COLLECTIONS}
+    assert [group for group in (*GROUPS, COLLECTIONS) if f"`{group}`" not in documented] == []
+    [services] = [line for line in documented.splitlines() if line.startswith(f"| `{SERVICES}`")]
+    assert [name for name in distributions.SERVICES if f"`{name}`" not in services] == []
 
 
 def test_ttpus_own_distributions_are_known_by_name() -> None:

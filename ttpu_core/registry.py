@@ -179,6 +179,20 @@ class Registry:
             )
         return self._load(self._find(SERVICES, name, "the service"))
 
+    def names(self, group: str) -> tuple[str, ...]:
+        """The names in a group that the environment does not exclude, sorted; those that are broken, or that two
+        distributions claim, are among them. Imports nothing."""
+        records = [record for record in self._records.values() if record.group == group]
+        return tuple(sorted({record.name for record in records if record.state != "disabled"}))
+
+    def load(self, group: str, name: str, what: str) -> Any:
+        """Import what an entry point names; `what` is its kind in errors, such as "the tool parser".
+
+        Raises:
+            PluginError: there is none of this name, it cannot be imported, or two distributions claim it.
+        """
+        return self._load(self._find(group, name, what))
+
     def command(self, name: str) -> Any:
         """The function or Typer app of a command that a plugin adds."""
         return self._load(self._find(COMMANDS, name, "command"))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,8 @@ from ttpu_conformance.selection import checks_for
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
+from ttpu_core.plugin_records import MODELS_UNDER_TEST, installed_entry_points
+from ttpu_core.registry import Registry
 from ttpu_core.spec import ArchitectureSpec
 
 WITHOUT_BACKENDS = """
@@ -153,11 +154,12 @@ def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     """A llama on that backend, which is found as an installed one would be."""
     pytest.importorskip("torch")
 
-    def entry_points(group: str) -> Any:
-        point = SimpleNamespace(name="stock", load=lambda: StockBackend)
-        return [point] if group == model_under_test.GROUP else metadata.entry_points(group=group)
-
-    monkeypatch.setattr(model_under_test, "entry_points", entry_points)
+    point: Any = SimpleNamespace(
+        name="stock", group=MODELS_UNDER_TEST, value="theirs:Backend", dist=None, load=lambda: StockBackend
+    )
+    others = [one for one in installed_entry_points() if one.group != MODELS_UNDER_TEST]
+    registry = Registry([*others, point])
+    monkeypatch.setattr(model_under_test, "default_registry", lambda: registry)
     backend_under_test.cache_clear()
     (case,) = cases(tmp_path, "llama", LLAMA, "stock")
     case.options = Options(backend="stock")

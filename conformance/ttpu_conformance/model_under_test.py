@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -21,10 +20,9 @@ from ttpu_conformance.errors import NotApplicable
 from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import MissingDependencyError
+from ttpu_core.plugin_records import MODELS_UNDER_TEST
 from ttpu_core.registry import default_registry
 from ttpu_core.spec import ArchitectureSpec
-
-GROUP = "ttpu.models_under_test"
 
 Task = Literal["decode", "prefill", "train"]
 """A program that is compiled for a chip."""
@@ -337,14 +335,15 @@ def backend_under_test(name: str | None = None) -> BackendUnderTest:
 
     Raises:
         MissingDependencyError: no backend of this name can be checked here.
+        PluginError: it cannot be imported, or two distributions claim its name.
     """
     name = backend_name(name)
-    found = {point.name: point for point in entry_points(group=GROUP)}
+    found = default_registry().names(MODELS_UNDER_TEST)
     if name not in found:
         raise MissingDependencyError(
             f"conformance on the backend {name!r} was asked for, but the installed backends with an entry point in "
-            f"{GROUP} are {', '.join(sorted(found)) or 'none'}: install its distribution, such as "
+            f"{MODELS_UNDER_TEST} are {', '.join(found) or 'none'}: install its distribution, such as "
             f"ttpu-{name.replace('_', '-')}, or name another with --backend."
         )
-    made: BackendUnderTest = found[name].load()()
+    made: BackendUnderTest = default_registry().load(MODELS_UNDER_TEST, name, "conformance on the backend")()
     return made

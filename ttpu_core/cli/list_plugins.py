@@ -26,6 +26,10 @@ KINDS = {
     "ttpu.launches": "launch",
     "ttpu.default_backends": "default backend",
     "ttpu.fallbacks": "fallback",
+    "ttpu.models_under_test": "model under test",
+    "ttpu.torch_runtimes": "torch runtime",
+    "ttpu.tool_parsers": "tool parser",
+    "ttpu.reasoning_parsers": "reasoning parser",
 }
 STATE_STYLES = {"available": "green", "loaded": "green", "disabled": "dim", "superseded": "dim"}
 
@@ -35,7 +39,7 @@ def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per entry point, in a list.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Import each plugin; status 1 if one is broken.")] = False,
 ) -> None:
-    """Show the installed plugins: families, backends, patch packs, commands and services.
+    """Show the installed plugins: families, backends, patch packs, commands, services, parsers and others.
 
     Nothing is imported unless --check is given, so "available" means installed and built for this core.
 

@@ -7,14 +7,16 @@ import importlib.util
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttpu_core.errors import RequestError
-from ttpu_serve.entry_points import loaded, names
+from ttpu_core.errors import PluginError, RequestError
+from ttpu_core.registry import Registry
+from ttpu_serve.entry_points import loaded, names, surest
 from ttpu_serve.tool_parsers.installed import GROUP, parser_for
 from ttpu_serve.tool_parsers.json_calls import forced_stream
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, new_id
@@ -457,3 +459,32 @@ def test_calls_as_a_models_own_template_writes_them_are_read(model: str, parser:
     written = text[len(asked) :] if text.startswith(asked) else text[text.index("Weather?") + 8 :]
     _, calls = read(events_of(found.stream(TOOLS), [written]))
     assert [(name, json.loads(written)) for name, written, _ in calls] == [("weather", arguments)]
+
+
+def test_parsers_of_other_distributions_are_plugins_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that claimed a name one won in silence, and no variable excluded a parser."""
+
+    def point(name: str, owner: str, load: Any) -> Any:
+        dist = SimpleNamespace(metadata={"Name": owner, "Version": "1"}, requires=None)
+        return SimpleNamespace(name=name, group=GROUP, value=f"{name}:Parser", dist=dist, load=load)
+
+    def fail() -> None:
+        raise OSError("no such file")
+
+    sure = SimpleNamespace(knows=lambda template: 1)
+    points = [
+        point("both", "one", lambda: sure), point("both", "two", lambda: sure), point("torn", "one", fail),
+        point("good", "one", lambda: sure), point("bad", "three", lambda: sure),
+    ]  # fmt: skip
+    monkeypatch.setenv("TTPU_DISABLE_PLUGINS", "three")
+    registry = Registry(points)
+    monkeypatch.setattr("ttpu_serve.entry_points.default_registry", lambda: registry)
+    assert names(GROUP) == ["both", "good", "torn"]
+    assert loaded(GROUP, "good") is surest(GROUP, "template") is sure
+    for name, why in (
+        ("both", "claimed by one and two; choose one by excluding the other"),
+        ("torn", "importing 'torn:Parser' failed with OSError: no such file"),
+        ("bad", "three is disabled: excluded by TTPU_DISABLE_PLUGINS"),
+    ):
+        with pytest.raises(PluginError, match=why):
+            loaded(GROUP, name)

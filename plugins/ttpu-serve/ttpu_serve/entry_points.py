@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
-from importlib import metadata
 from typing import Any
 
-from ttpu_core.errors import PluginError
+from ttpu_core.registry import default_registry
 
 log = logging.getLogger("ttpu.server")
 
 
-@cache
-def _points(group: str) -> dict[str, metadata.EntryPoint]:
-    return {point.name: point for point in metadata.entry_points(group=group)}
-
-
 def names(group: str) -> list[str]:
-    """Return the sorted entry-point names of a group, without importing anything."""
-    return sorted(_points(group))
+    """Return the sorted entry-point names of a group that the environment does not exclude, without importing
+    anything."""
+    return list(default_registry().names(group))
 
 
-@cache
 def loaded(group: str, name: str) -> Any:
     """Import and return the object of an entry point.
 
     Raises:
-        PluginError: the object cannot be imported.
+        PluginError: the object cannot be imported, or two distributions claim the name.
     """
-    point = _points(group)[name]
-    try:
-        return point.load()
-    except Exception as error:  # a plugin may fail in any way
-        raise PluginError(
-            f"{name!r} of the group {group} was asked for, but importing {point.value!r} failed with "
-            f"{type(error).__name__}: {error}. Reinstall or uninstall the distribution that brings it."
-        ) from error
+    return default_registry().load(group, name, f"in the group {group}")
 
 
 def surest(group: str, template: str | None) -> Any:

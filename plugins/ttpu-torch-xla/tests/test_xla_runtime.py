@@ -17,7 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ttpu_torch_xla
 from ttpu_core import ModelConfig, default_registry
-from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.errors import MissingDependencyError, PluginError, RequestError
+from ttpu_core.plugin_records import TORCH_RUNTIMES
+from ttpu_core.registry import Registry
 from ttpu_torch_xla.attention import interface
 from ttpu_torch_xla.checkpointing import checkpoint_or_recompute
 from ttpu_torch_xla.patches import experts, linalg, packing, tracing
@@ -149,8 +151,10 @@ if TYPE_CHECKING:
 
 def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """As if distributions with these runtimes, and no others, were installed."""
-    points = [SimpleNamespace(name=name, load=lambda: EagerRuntime) for name in names]
-    monkeypatch.setattr(choice, "entry_points", lambda group: points if group == "ttpu.torch_runtimes" else [])
+    common: dict[str, Any] = {"group": TORCH_RUNTIMES, "value": "theirs:Runtime", "dist": None}
+    points = [SimpleNamespace(name=name, load=lambda: EagerRuntime, **common) for name in names]
+    registry = Registry(points)  # type: ignore[arg-type]
+    monkeypatch.setattr(choice, "default_registry", lambda: registry)
     choice.runtime_class.cache_clear()
 
 
@@ -226,6 +230,18 @@ def test_several_runtimes_need_a_choice(monkeypatch: pytest.MonkeyPatch, restore
         current()
     monkeypatch.setenv(choice.VARIABLE, "other")
     assert choice.runtime_class() is EagerRuntime
+
+
+def test_a_runtime_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
+    def fail() -> None:
+        raise OSError("no libtpu")
+
+    point = SimpleNamespace(name="eager", group=TORCH_RUNTIMES, value="theirs:Runtime", dist=None, load=fail)
+    registry = Registry([point])  # type: ignore[list-item]
+    monkeypatch.setattr(choice, "default_registry", lambda: registry)
+    choice.runtime_class.cache_clear()
+    with pytest.raises(PluginError, match="importing 'theirs:Runtime' failed with OSError: no libtpu"):
+        current()
 
 
 def test_without_a_runtime_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:

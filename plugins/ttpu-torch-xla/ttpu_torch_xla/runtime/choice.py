@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.metadata import entry_points
 
 import torch
 
 from ttpu_core.errors import MissingDependencyError, RequestError
+from ttpu_core.plugin_records import TORCH_RUNTIMES
+from ttpu_core.registry import default_registry
 from ttpu_torch_xla.runtime.protocol import TorchRuntime
 
-GROUP = "ttpu.torch_runtimes"
 VARIABLE = "TTPU_TORCH_RUNTIME"
 
 
@@ -24,12 +24,13 @@ def runtime_class() -> type[TorchRuntime]:
     Raises:
         MissingDependencyError: no distribution brings one.
         RequestError: several are installed and the variable names none of them.
+        PluginError: it cannot be imported, or two distributions claim its name.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
+    found = default_registry().names(TORCH_RUNTIMES)
     if not found:
         raise MissingDependencyError(
             "a runtime for torch tensors on TPUs was asked for, but no installed distribution has an entry point in "
-            f'the group {GROUP}: `pip install "ttpu-core[torch-xla]"` brings torch_xla.'
+            f'the group {TORCH_RUNTIMES}: `pip install "ttpu-core[torch-xla]"` brings torch_xla.'
         )
     asked = os.environ.get(VARIABLE) or None
     if asked is None and len(found) == 1:
@@ -37,9 +38,9 @@ def runtime_class() -> type[TorchRuntime]:
     if asked not in found:
         raise RequestError(
             f"the runtime for torch tensors is to be {asked or 'chosen'}, but installed are "
-            f"{', '.join(sorted(found))}: set {VARIABLE} to one of them, or uninstall the others."
+            f"{', '.join(found)}: set {VARIABLE} to one of them, or uninstall the others."
         )
-    loaded: type[TorchRuntime] = found[asked].load()
+    loaded: type[TorchRuntime] = default_registry().load(TORCH_RUNTIMES, asked, "the runtime for torch tensors")
     return loaded
 
 
