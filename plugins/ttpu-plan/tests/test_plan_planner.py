@@ -15,7 +15,7 @@ from ttpu_core.sharding.hardware import CHIPS, parse_topology
 from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
 from ttpu_core.sharding.training_state import UpdateSettings
-from ttpu_core.spec import MixerSpec, StateSpec, axes
+from ttpu_core.spec import MixerSpec, MLPSpec, StateSpec, axes
 from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
 from ttpu_plan.plan import HEADROOM, Plan, fingerprint_of
 from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
@@ -275,6 +275,20 @@ def test_optimizers_of_whole_matrices_get_no_mesh_that_pads_the_model() -> None:
         for request in [replace(TRAINING, update=UpdateSettings(name))]
     }
     assert tensor == {"adamw": {1, 2, 4, 8, 16}, "muon": {1, 2, 4, 8}}
+
+
+def test_layers_of_two_sizes_are_not_trained_on_a_mesh_that_makes_them_equal() -> None:
+    """Training refuses such a mesh: 14,332 features of an MLP are as many as the others' 14,336 on eight devices."""
+    spec = published(LLAMA)
+    last = spec.layers[-1]
+    assert isinstance(last.mlp, MLPSpec) and last.mlp.intermediate_size == 14_336
+    narrow = replace(last, mlp=replace(last.mlp, intermediate_size=14_332))
+    mixed, topology = replace(spec, layers=(*spec.layers[:-1], narrow)), parse_topology("v5e:4x4")
+    tensor = {
+        task: {mesh.get("tensor", 1) for mesh in meshes(mixed, topology, Request(task, batch=16))}
+        for task in ("training", "generation")
+    }
+    assert tensor == {"training": {1, 2, 4}, "generation": {1, 2, 4, 8, 16}}
 
 
 def test_a_plan_serves_the_model_that_it_was_made_for(plan: Plan) -> None:

@@ -20,6 +20,7 @@ from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, usual_strategy
 from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, WITH_MOMENTUM, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
+from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
 from ttpu_plan.plan import ENGINE_AXES, HEADROOM, REPLICAS, Plan, ProgramEstimate, fingerprint_of, replica_mesh
@@ -417,11 +418,16 @@ def _crosses_well(mesh: Mesh, topology: Topology) -> bool:
 
 def _updates_on(spec: ArchitectureSpec, mesh: Mesh, request: Request) -> bool:
     """Whether the optimizer runs on a mesh: on one that pads parameters only those that update each number by itself
-    do, with their state on the devices, and state on the host needs several devices."""
+    do, with their state on the devices, and state on the host needs several devices. A mesh that pads layers of
+    different sizes to one size is refused in training, because checkpoints stack layers of one size."""
+    if request.purpose != "training":
+        return True
+    padded, paddings = pad_architecture(spec, mesh, request.sharding)
+    if paddings and list(stacked_parameters(padded)) != list(stacked_parameters(spec)):
+        return False
     settings = request.update
     if settings is None or (settings.optim in ELEMENTWISE and not settings.offload_optimizer):
         return True
-    _, paddings = pad_architecture(spec, mesh, request.sharding)
     return not paddings and (bool(mesh) or not settings.offload_optimizer)
 
 
