@@ -712,6 +712,8 @@ def test_underscore_spellings_and_weights_dir_are_accepted(checkpoint: Path, cal
         ({}, "--top-p 0.9", True),
         ({}, "--top-p 0.9 --temperature 0", False),
         ({}, "--seed 1", False),
+        ({}, "--top-k 0 --top-p 1 --min-p 0", False),
+        ({}, "--top-k 0 --min-p 0.1", True),
     ],
 )
 def test_the_command_line_then_the_checkpoint_decides_whether_to_sample(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.errors import RequestError
-from ttpu_core.generation.ranges import RANGES
+from ttpu_core.generation.ranges import FILTERS_OFF, RANGES
 from ttpu_core.sharding.parallelism import parse_rules
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Decoding:
     max_new_tokens: Annotated[int | None, _sampling("N", "The most tokens to add.")] = None
     max_length: Annotated[int | None, _sampling("N", "The same, prompt included.")] = None
     temperature: Annotated[float | None, _sampling("T", "Sample from logits / T; 0: do not sample.")] = None
-    top_k: Annotated[int | None, _sampling("K", "Among the K likeliest; 0: all.")] = None
+    top_k: Annotated[int | None, _sampling("K", "Among the K likeliest (50); 0: all.")] = None
     top_p: Annotated[float | None, _sampling("P", "Among the likeliest that sum to P.")] = None
     min_p: Annotated[float | None, _sampling("P", "Not below P times the likeliest.")] = None
     repetition_penalty: Annotated[float | None, _sampling("X", "Above 1: seen tokens become unlikelier.")] = None
@@ -160,12 +160,13 @@ class Decoding:
             raise RequestError("--stop was given an empty text, which every output contains: pass some text.")
 
     def samples(self, generation_config: Mapping[str, Any]) -> bool:
-        """Whether tokens are drawn: a temperature decides, then top-k, top-p or min-p, then the checkpoint."""
+        """Whether tokens are drawn: a temperature decides, then a top-k, top-p or min-p that leaves tokens out, then
+        the checkpoint."""
         if self.deterministic:
             return False
         if self.temperature is not None:
             return self.temperature > 0
-        if any(value is not None for value in (self.top_k, self.top_p, self.min_p)):
+        if any(getattr(self, name) not in (None, off) for name, off in FILTERS_OFF.items()):
             return True
         return generation_config.get("do_sample") is True
 

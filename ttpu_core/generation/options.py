@@ -10,10 +10,12 @@ from typing import Any
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.option_values import READERS, EarlyStopping
-from ttpu_core.generation.ranges import RANGES, short
+from ttpu_core.generation.ranges import FILTERS_OFF, RANGES, short
 from ttpu_core.generation.token_choice import TokenChoice
 
 DEFAULT_MAX_NEW_TOKENS = 128
+DEFAULT_TOP_K = 50
+"""transformers' own, of sampling where neither the caller nor the checkpoint says how many tokens to draw from."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "synced_gpus": (False,),
     "token_healing": (False,),
 }
-_FILTERS_OFF = {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 
 
 def output_length(prompt: int, context: int, *, asked: int | None, total: int | None, usual: int | None) -> int:
@@ -225,7 +226,8 @@ def options_from(
     precedence over the checkpoint.
 
     Sampling is on if `do_sample` says so, or if the caller leaves it out and gives a temperature above 0 or a filter. A
-    checkpoint's temperature alone does not turn it on, as in transformers.
+    checkpoint's temperature alone does not turn it on, as in transformers. Tokens are then drawn from the 50 likeliest,
+    unless a source has another `top_k`. Of a checkpoint's own lengths `max_new_tokens` takes precedence.
 
     Raises:
         RequestError: an unknown argument, a value of the wrong type or range, or one that asks for something that this
@@ -252,9 +254,13 @@ def options_from(
         usual = values.pop("max_new_tokens")  # the checkpoint's own, which is cut at the context's end
         if "max_length" not in given:
             values["usual_new_tokens"] = token_count("max_new_tokens", usual)
+            values.pop("max_length", None)
     if "do_sample" not in given:
-        asked = "temperature" in given or any(given.get(name, off) != off for name, off in _FILTERS_OFF.items())
+        off = {**FILTERS_OFF, "typical_p": 1}
+        asked = "temperature" in given or any(given.get(name, number) != number for name, number in off.items())
         values["do_sample"] = (asked or values.get("do_sample", False)) and given.get("temperature") != 0
+    if values["do_sample"] is True:
+        values.setdefault("top_k", DEFAULT_TOP_K)
     values["stop_strings"] = stop_texts(values.get("stop_strings"))
     for name in ("max_new_tokens", "max_length"):
         if name in values:

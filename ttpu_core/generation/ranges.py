@@ -53,6 +53,9 @@ RANGES: Mapping[str, Range] = {
 }
 """Name of an option → its numbers."""
 
+FILTERS_OFF: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0}
+"""Name of a filter → the number with which it keeps all tokens."""
+
 
 def check(name: str, value: object) -> None:
     """Refuse a value that is not in the range of its name.

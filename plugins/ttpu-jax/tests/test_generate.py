@@ -13,9 +13,11 @@ import pytest
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
+from ttpu_core.config import ModelConfig
 from ttpu_core.errors import CheckpointError, MissingDependencyError, RequestError, TTPUError
 from ttpu_core.generation.options import options_from
 from ttpu_jax.generation.programs import PREFILL_CHUNK, cache_bucket, prompt_bucket
+from ttpu_jax.generation.special_tokens import SpecialTokens
 
 PROMPT = list(b"The quick brown fox")
 
@@ -238,6 +240,9 @@ def test_arguments_win_over_the_config_which_wins_over_the_checkpoint() -> None:
     options = options_from({"max_new_tokens": 9}, config, checkpoint)
     assert (options.temperature, options.top_p, options.max_new_tokens, options.eos_token_id) == (0.7, 0.9, 9, (1, 2))
     assert options_from({"max_length": 30}, {"max_new_tokens": 5}).max_length == 30
+    lengths = {"max_length": 20, "max_new_tokens": 50}
+    assert options_from({}, None, lengths).limit(10, 1000) == 50
+    assert options_from({"max_length": 30}, None, lengths).limit(10, 1000) == 20
 
 
 def test_sampling_is_on_when_asked_for_in_any_way() -> None:
@@ -255,6 +260,25 @@ def test_sampling_is_on_when_asked_for_in_any_way() -> None:
     assert options_from({}, None, checkpoint).sampling().temperature == 0.6
     assert options_from({"temperature": 0}, None, checkpoint).sampling().temperature == 0.0
     assert options_from({}, None, {"temperature": 0.6, "top_p": 0.9}).sampling().temperature == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "checkpoint", "top_k"),
+    [
+        ({}, {}, 0),
+        ({"do_sample": True}, {}, 50),
+        ({"temperature": 0.5}, {}, 50),
+        ({"top_p": 0.9}, {}, 50),
+        ({"do_sample": True, "top_k": 0}, {}, 0),
+        ({"do_sample": True}, {"top_k": 7}, 7),
+        ({}, {"do_sample": True}, 50),
+        ({"do_sample": False}, {"do_sample": True}, 0),
+    ],
+)
+def test_tokens_are_drawn_from_the_50_likeliest_unless_another_number_is_said(
+    given: dict[str, Any], checkpoint: dict[str, Any], top_k: int
+) -> None:
+    assert options_from(given, None, checkpoint).sampling().top_k == top_k
 
 
 # Sampling
@@ -346,6 +370,32 @@ def test_a_stop_id_ends_a_sequence_and_the_rest_is_padded(model: Any) -> None:
     assert (output.sequences[0, len(PROMPT) + at + 1 :] == 0).all()
 
 
+def test_without_a_pad_token_the_first_end_pads() -> None:
+    def special(config: dict[str, Any], checkpoint: dict[str, Any], **given: Any) -> SpecialTokens:
+        read = ModelConfig.from_dict({"model_type": "llama", **config})
+        return SpecialTokens.of(options_from(given, None, checkpoint), read, checkpoint, None)
+
+    assert special({"eos_token_id": [9, 3]}, {}).pad == 9
+    assert special({"eos_token_id": [9, 3]}, {"eos_token_id": [7, 2]}).pad == 7
+    assert special({}, {"eos_token_id": [7, 2]}, eos_token_id=[8, 1], stop_token_ids=[0]).pad == 8
+    unending = special({"eos_token_id": [9, 3]}, {}, ignore_eos=True)
+    assert (unending.pad, unending.stop_ids) == (9, frozenset())
+    assert special({"eos_token_id": -1}, {}, stop_token_ids=[5]).pad == 0
+    assert special({"eos_token_id": 9, "pad_token_id": 4}, {}).pad == 4
+
+
+def test_padding_of_prompts_comes_from_the_file_that_transformers_reads() -> None:
+    def padding(config: dict[str, Any], checkpoint: dict[str, Any], **given: Any) -> int | None:
+        read = ModelConfig.from_dict({"model_type": "llama", **config})
+        return SpecialTokens.of(options_from(given, None, checkpoint), read, checkpoint, None).padding_of_prompts
+
+    assert padding({"pad_token_id": 4}, {}) == 4
+    assert padding({"pad_token_id": 4, "eos_token_id": [9, 4]}, {}) is None
+    assert padding({"pad_token_id": 4}, {"eos_token_id": 9}) is None
+    assert padding({"pad_token_id": 4}, {"pad_token_id": 5}) == 5
+    assert padding({"pad_token_id": 4}, {}, pad_token_id=6, eos_token_id=4) == 6
+
+
 def test_a_stop_string_ends_the_text_before_it(model: Any) -> None:
     text = model.generate("The quick", max_new_tokens=40)
     stop = text[6:9]
@@ -383,6 +433,19 @@ def test_the_stream_is_the_text(model: Any) -> None:
     events = list(model.stream("The quick", max_new_tokens=30))
     assert "".join(event.text for event in events) == model.generate("The quick", max_new_tokens=30)
     assert events[-1].finish_reason in ("stop", "length")
+
+
+def test_a_stream_takes_what_generate_takes(model: Any) -> None:
+    def tokens(*prompt: Any, **arguments: Any) -> list[int]:
+        return [event.token_id for event in model.stream(*prompt, max_new_tokens=6, ignore_eos=True, **arguments)]
+
+    expected = new_tokens(model, "The quick", max_new_tokens=6)
+    assert tokens(**model.tokenizer("The quick", return_tensors="np")) == expected
+    padded = np.array([[258, 258, *b"The quick"]])
+    assert tokens(padded, attention_mask=(padded != 258).astype(int)) == expected
+    assert tokens(input_ids=list(b"The quick"), assistant_model=model, tokenizer=model.tokenizer) == expected
+    with pytest.raises(RequestError, match="both prompt and input_ids"):
+        model.stream("The quick", input_ids=[1])
 
 
 def test_a_transformers_streamer_is_fed(model: Any) -> None:

@@ -137,6 +137,27 @@ def test_rules_that_forbid_nothing_change_no_draw(pair: SimpleNamespace) -> None
     assert new_tokens(pair, **drawn, sequence_bias={(7,): 0.0}) == new_tokens(pair, **drawn)
 
 
+def test_sampling_draws_from_as_many_tokens_as_transformers(pair: SimpleNamespace) -> None:
+    arguments = {"do_sample": True, "output_scores": True, "max_new_tokens": 1}
+    for asked, kept in (({}, 50), ({"top_k": 0}, 259), ({"top_k": 3}, 3)):
+        one, other = ours(pair, **arguments, **asked).scores[0], theirs(pair, **arguments, **asked).scores[0].numpy()
+        assert (np.isfinite(one) == np.isfinite(other)).all() and (np.isfinite(one).sum(axis=1) == kept).all()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"pad_token_id": PAD}, {"pad_token_id": PAD, "eos_token_id": [65, PAD]}, {}],
+    ids=["padding", "an end is no padding", "the tokenizer's padding does not count"],
+)
+def test_padding_without_a_mask_is_what_transformers_takes_for_it(pair: SimpleNamespace, asked: dict[str, Any]) -> None:
+    found = pair.ours.generate(pair.ids, max_new_tokens=NEW, **asked)
+    expected = pair.theirs.generate(torch.tensor(pair.ids), max_new_tokens=NEW, do_sample=False, **asked)
+    assert found.tolist() == expected.tolist()
+    assert (found[1, WIDTH:].tolist() == pair.greedy[1]) is (asked == {"pad_token_id": PAD})
+    if asked == {"pad_token_id": PAD}:  # in lists it is a token like any other
+        assert pair.ours.generate(pair.ids.tolist(), max_new_tokens=NEW, **asked).tolist() != expected.tolist()
+
+
 def test_an_n_gram_longer_than_any_sequence_forbids_nothing(pair: SimpleNamespace) -> None:
     assert new_tokens(pair, no_repeat_ngram_size=2048, ignore_eos=True) == pair.greedy
 

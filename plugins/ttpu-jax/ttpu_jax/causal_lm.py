@@ -14,7 +14,6 @@ from ttpu_core.architecture import Architecture
 from ttpu_core.checkpoint import Checkpoint
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.events import StreamEvent, Timings
-from ttpu_core.generation.option_values import token_ids
 from ttpu_core.generation.options import GenerationOptions, options_from
 from ttpu_core.mapping import FlaxMapping, pad_mapping
 from ttpu_core.quantization.report import QuantizationReport
@@ -27,6 +26,7 @@ from ttpu_jax.generation.host_calls import HostCalls
 from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.prompts import Prompts, left_pad, read_prompts, rectangle
 from ttpu_jax.generation.results import CausalLMOutput, Completion, GenerateOutput
+from ttpu_jax.generation.special_tokens import SpecialTokens
 from ttpu_jax.model.decoder import Decoder
 from ttpu_jax.ops.kernels import AdaptedKernel
 from ttpu_jax.params.export import save_checkpoint
@@ -120,7 +120,9 @@ class JaxCausalLM:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a sequence, as the checkpoint says."""
-        return self._stop_ids(options_from({}, None, self._checkpoint.generation_config if self._checkpoint else {}))
+        named = self._checkpoint.generation_config if self._checkpoint else {}
+        options = options_from({}, None, named)
+        return SpecialTokens.of(options, self.architecture.config, named, self._tokenizer).stop_ids
 
     @property
     def module(self) -> Decoder:
@@ -178,7 +180,8 @@ class JaxCausalLM:
             inputs: a string, a list of strings, chat messages, a list of ids, or an array [batch, seq] of ids.
             generation_config: a transformers GenerationConfig, or a dict of its fields.
             input_ids: another name for `inputs`, so that `generate(**tokenizer(...))` works.
-            attention_mask: [batch, seq], marks the real tokens of an array, padded on either side.
+            attention_mask: [batch, seq], marks the real tokens of an array, padded on either side. Without it, the pad
+                token of an array is padding unless it ends sequences too, as in transformers.
             streamer: an object with `put(ids)` and `end()`, such as transformers' TextStreamer; one sequence only.
             logits_processor: transformers' logits processors, or functions of ids [rows, length] and scores
                 [rows, vocab] that return scores. They run on the host at every token, which is slow.
@@ -188,8 +191,8 @@ class JaxCausalLM:
                 own in any case.
             assistant_model: a smaller model of this backend with the same tokenizer, which guesses tokens; one prompt
                 only. The tokens are the same as without it, drawn ones too.
-            **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k, top_p,
-                min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings,
+            **arguments: `GenerationOptions`: max_new_tokens (128), max_length, do_sample, temperature, top_k (50),
+                top_p, min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop_strings,
                 eos_token_id, stop_token_ids, pad_token_id, ignore_eos, min_new_tokens, min_length,
                 num_return_sequences, num_beams, length_penalty, early_stopping, no_repeat_ngram_size, bad_words_ids,
                 sequence_bias, suppress_tokens, begin_suppress_tokens, forced_eos_token_id, renormalize_logits,
@@ -209,10 +212,9 @@ class JaxCausalLM:
             raise RequestError("generate() was given both inputs and input_ids, two names of one argument: pass one.")
         inputs = input_ids if inputs is None else inputs
         calls = HostCalls.of(logits_processor, stopping_criteria)
-        prompts, options = self._request(inputs, generation_config, attention_mask, arguments)
-        call = self._call(prompts, options, calls)
-        call = replace(call, assistant=assistant_model)
-        call = call if tokenizer is None else replace(call, tokenizer=tokenizer)
+        prompts, options, special = self._request(inputs, generation_config, attention_mask, arguments)
+        call = self._call(prompts, options, special, calls)
+        call = replace(call, tokenizer=call.tokenizer if tokenizer is None else tokenizer, assistant=assistant_model)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise RequestError(
                 f"streamer is {streamer!r}, but an object with put() and end() is needed, such as a TextStreamer: "
@@ -240,22 +242,41 @@ class JaxCausalLM:
 
     def stream(
         self,
-        prompt: Any,
+        prompt: Any = None,
         generation_config: Any = None,
         *,
+        input_ids: Any = None,
+        attention_mask: Any = None,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
         **arguments: Any,
     ) -> Iterator[StreamEvent]:
-        """Yield one `StreamEvent` per token of one prompt as it is generated. The arguments are those of `generate`.
+        """Yield one `StreamEvent` per token of one prompt as it is generated. The arguments are those of `generate`,
+        without `streamer`.
+
+        Args:
+            prompt: the `inputs` of `generate`, of one prompt.
+            generation_config: as in `generate`.
+            input_ids: another name for `prompt`, so that `stream(**tokenizer(...))` works.
+            attention_mask: as in `generate`.
+            logits_processor: as in `generate`.
+            stopping_criteria: as in `generate`.
+            tokenizer: as in `generate`.
+            assistant_model: as in `generate`.
+            **arguments: as in `generate`.
 
         Raises:
             RequestError: several prompts or sequences, an argument that is out of range or not supported, or a prompt
                 longer than the context.
         """
+        if prompt is not None and input_ids is not None:
+            raise RequestError("stream() was given both prompt and input_ids, two names of one argument: pass one.")
+        prompt = input_ids if prompt is None else prompt
         calls = HostCalls.of(logits_processor, stopping_criteria)
         leave = ("num_beams", "num_return_sequences")  # the checkpoint's own, which are for `generate`
-        prompts, options = self._request(prompt, generation_config, None, arguments, leave)
+        prompts, options, special = self._request(prompt, generation_config, attention_mask, arguments, leave)
         if len(prompts.prompts) != 1:
             raise RequestError(f"stream() follows one prompt, but {len(prompts.prompts)} were given: call generate().")
         several = next((name for name in leave if getattr(options, name) > 1), None)
@@ -263,7 +284,9 @@ class JaxCausalLM:
             raise RequestError(
                 f"stream() follows one sequence, but {several}={getattr(options, several)} was given: call generate()."
             )
-        return (event for event, _ in self._run(self._call(prompts, options, calls), Reports()))
+        call = self._call(prompts, options, special, calls)
+        call = replace(call, tokenizer=call.tokenizer if tokenizer is None else tokenizer, assistant=assistant_model)
+        return (event for event, _ in self._run(call, Reports()))
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Write a checkpoint that transformers loads with identical tensors; returns its directory.
@@ -328,8 +351,8 @@ class JaxCausalLM:
 
     def _request(
         self, inputs: Any, config: Any, mask: Any, arguments: dict[str, Any], leave: tuple[str, ...] = ()
-    ) -> tuple[Prompts, GenerationOptions]:
-        """The prompts and options of a call; `leave`: options of the checkpoint that are left out."""
+    ) -> tuple[Prompts, GenerationOptions, SpecialTokens]:
+        """The prompts, options and special tokens of a call; `leave`: options of the checkpoint that are left out."""
         leave += () if self.engine is None else by_engine.BEYOND
         defaults = self._checkpoint.generation_config if self._checkpoint else {}
         options = options_from(arguments, config, {name: v for name, v in defaults.items() if name not in leave})
@@ -344,23 +367,23 @@ class JaxCausalLM:
                     f"{name} has the token id {max(tokens)}, but ids of this model run from 0 to "
                     f"{self.spec.vocab_size - 1}: correct it."
                 )
-        return read_prompts(inputs, mask, self._tokenizer, self.spec.vocab_size), options
+        special = SpecialTokens.of(options, self.architecture.config, defaults, self._tokenizer)
+        prompts = read_prompts(inputs, mask, self._tokenizer, self.spec.vocab_size, special.padding_of_prompts)
+        return prompts, options, special
 
-    def _call(self, prompts: Prompts, options: GenerationOptions, calls: HostCalls) -> Call:
-        stop_ids = self._stop_ids(options)
-        pad = self._pad(options, stop_ids)
+    def _call(self, prompts: Prompts, options: GenerationOptions, special: SpecialTokens, calls: HostCalls) -> Call:
         if prompts.array is not None:
             heads = prompts.array.astype(np.int64)
         else:
-            heads = left_pad(prompts.ids, max(map(len, prompts.prompts)), pad)[0].astype(np.int64)
+            heads = left_pad(prompts.ids, max(map(len, prompts.prompts)), special.pad)[0].astype(np.int64)
         return Call(
             prompts.prompts,
             options,
-            stop_ids,
+            special.stop_ids,
             self._tokenizer,
             self.context,
             np.repeat(heads, options.num_return_sequences, axis=0),
-            pad,
+            special.pad,
             calls.within(options.max_time),
         )
 
@@ -412,24 +435,6 @@ class JaxCausalLM:
             context=self.context,
             timings=self.timings,
         )
-
-    def _stop_ids(self, options: GenerationOptions) -> frozenset[int]:
-        ends: Any = options.eos_token_id
-        if ends is None:
-            ends = self._special_ids("eos_token_id")
-        ends = () if ends is None or options.ignore_eos else ends
-        return frozenset((*ends, *options.stop_token_ids))
-
-    def _pad(self, options: GenerationOptions, stop_ids: frozenset[int]) -> int:
-        pad = options.pad_token_id
-        if pad is None:
-            pad = next(iter(self._special_ids("pad_token_id") or ()), None)
-        return (min(stop_ids) if stop_ids else 0) if pad is None else pad
-
-    def _special_ids(self, name: str) -> tuple[int, ...] | None:
-        """Token ids that config.json names, else the tokenizer."""
-        found = self.architecture.config.get(name, getattr(self._tokenizer, name, None))
-        return None if found in (None, -1) else token_ids(f"{name} of config.json", found)  # -1 in old configs is none
 
 
 def _mask(prompts: Prompts, call: Call) -> np.ndarray:

@@ -37,12 +37,21 @@ class Prompts:
         return [list(prompt.token_ids) for prompt in self.prompts]
 
 
-def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: int) -> Prompts:
+def read_prompts(
+    inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: int, padding: int | None = None
+) -> Prompts:
     """Tokenize or unpad `inputs`.
 
     `inputs` is a string, a list of strings, chat messages ({"role", "content"} dicts) or a list of such chats, a list
     of ids, a list of lists of ids, an array [seq] or [batch, seq] of any framework, or a tokenizer's mapping with
     `input_ids`. `attention_mask` [batch, seq] marks real tokens of ids of that shape, wherever the padding is.
+
+    Args:
+        inputs: the prompts.
+        attention_mask: see above; None if all ids are real but `padding`.
+        tokenizer: the checkpoint's, or None.
+        vocab_size: of the model; ids are below it.
+        padding: the id that is padding in an array without a mask, in lists it is a token; None if no id is.
 
     Raises:
         RequestError: an empty prompt, an id outside the vocabulary, a mask that does not fit, or a form that is none
@@ -66,7 +75,7 @@ def read_prompts(inputs: Any, attention_mask: Any, tokenizer: Any, vocab_size: i
         masked = attention_mask is not None
         prompts = _from_array(rectangle(rows), attention_mask) if masked else Prompts.of(rows, "ids", single=False)
     else:
-        prompts = _from_array(inputs, attention_mask)
+        prompts = _from_array(inputs, attention_mask, None if isinstance(inputs, list | tuple) else padding)
     for index, ids in enumerate(prompts.ids):
         if not ids:
             raise RequestError(f"prompt {index} is empty, but generation continues at least one token: pass some text.")
@@ -138,7 +147,7 @@ def _token(value: Any) -> int:
     return int(value)
 
 
-def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
+def _from_array(inputs: Any, attention_mask: Any, padding: int | None = None) -> Prompts:
     try:
         array = np.asarray(inputs)
     except (TypeError, ValueError):
@@ -150,7 +159,10 @@ def _from_array(inputs: Any, attention_mask: Any) -> Prompts:
         )
     single = array.ndim == 1
     array = np.atleast_2d(array)
-    mask = np.ones(array.shape, np.bool_) if attention_mask is None else _mask(attention_mask)
+    if attention_mask is not None:
+        mask = _mask(attention_mask)
+    else:
+        mask = np.ones(array.shape, np.bool_) if padding is None else array != padding
     if mask.shape != array.shape:
         raise RequestError(f"attention_mask has shape {mask.shape}, but input_ids has {array.shape}: make them equal.")
     ids = [row[keep].astype(int).tolist() for row, keep in zip(array, mask, strict=True)]
