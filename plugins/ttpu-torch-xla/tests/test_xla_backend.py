@@ -29,9 +29,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from ttpu import AutoModelForTPU
+from ttpu import AutoModelForTPU, AutoXLAModelForCausalLM
 from ttpu_core.default_device import WORDS, _is_kept
-from ttpu_core.errors import CheckpointError, MappingError, RequestError, UnsupportedError
+from ttpu_core.errors import CheckpointError, MappingError, PlanError, RequestError, UnsupportedError
 from ttpu_torch_xla.patches.patch import active
 from ttpu_torch_xla.runtime import current
 
@@ -212,6 +212,22 @@ def test_an_argument_that_cannot_be_honoured_is_refused(llama: Path, options: di
     with pytest.raises(RequestError, match=message):
         load(llama, **options)
     assert active() == before
+
+
+def test_autoxlas_class_shards_as_it_is_told_and_by_fsdp_otherwise(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    load = AutoXLAModelForCausalLM.from_pretrained
+    load(llama, parallelism_strategy="dp", verbose=False).ttpu.close()
+    with pytest.raises(PlanError, match=r"none\.json"):
+        load(llama, plan=tmp_path / "none.json")
+    with pytest.raises(RequestError, match="sharding_strategy and plan were given"):
+        load(llama, plan=tmp_path / "none.json", sharding_strategy="fsdp")
+    passed: list[Any] = []
+    monkeypatch.setattr(AutoModelForTPU, "from_pretrained", lambda *_, **given: passed.append(given))
+    for given in ({}, {"sharding_strategy": "3d"}, {"mesh": "fsdp=1"}, {"plan": "p"}, {"parallelism_strategy": "dp"}):
+        load(llama, verbose=False, **given)
+    assert [given["sharding_strategy"] for given in passed] == ["fsdp", "3d", None, None, None]
 
 
 def test_a_mesh_that_these_devices_cannot_form_leaves_other_models_alone(llama: Path) -> None:

@@ -107,6 +107,13 @@ def test_streams_are_as_long_as_that_and_equal_generate(
     assert tokens(streaming, max_length=CONTEXT + 9) == greedy(streaming, CONTEXT - TOKENS)
 
 
+def test_an_end_of_a_generation_config_is_a_stop(streaming: StreamingModel) -> None:
+    end = greedy(streaming, 8)[3]
+    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=8)
+    last = list(streaming.stream(PROMPT, do_sample=False, generation_config=config))[-1]
+    assert (last.token_id, last.finish_reason, last.text) == (end, "stop", "")
+
+
 @pytest.mark.parametrize(
     ("rope", "context"),
     [

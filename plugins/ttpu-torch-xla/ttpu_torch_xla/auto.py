@@ -25,7 +25,7 @@ class AutoXLAModelForCausalLM:
         cls,
         pretrained_model_name_or_path: str | Path,
         auto_shard: bool = True,
-        sharding_strategy: str = "fsdp",
+        sharding_strategy: str | None = None,
         gradient_checkpointing: bool = True,
         use_fsdp_wrap: bool | Literal["auto"] = "auto",
         verbose: bool = True,
@@ -41,11 +41,15 @@ class AutoXLAModelForCausalLM:
         On one device nothing is sharded or wrapped, whatever the strategy.
 
         Args:
+            sharding_strategy: "fsdp" where no `mesh`, `plan` or `parallelism_strategy` says how the model is sharded. A
+                mesh takes precedence over it.
             verbose: print how the model is sharded.
             options: what `AutoModelForTPU.from_pretrained` takes besides, such as dtype.
         """
         from ttpu_torch_xla.runtime import current
 
+        if sharding_strategy is None and all(options.get(name) is None for name in ("plan", "parallelism_strategy")):
+            sharding_strategy = "fsdp"
         runtime = current()
         several = auto_shard and runtime.num_devices() > 1
         # AutoXLA's own default is True; it wraps where there is something to wrap along.

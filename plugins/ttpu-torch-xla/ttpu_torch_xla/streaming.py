@@ -166,7 +166,8 @@ class StreamingModel:
             tokens.queue.put(error)
 
     def _end_ids(self, given: dict[str, Any]) -> frozenset[int]:
-        ends = given.get("eos_token_id", self.model.generation_config.eos_token_id)
+        ends = getattr(given.get("generation_config"), "eos_token_id", None)
+        ends = given.get("eos_token_id", self.model.generation_config.eos_token_id if ends is None else ends)
         return frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
 
 
