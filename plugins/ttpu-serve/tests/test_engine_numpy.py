@@ -3,7 +3,9 @@ guessed, a request's tokens are those that it gets alone, and nothing is left be
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -313,3 +315,19 @@ def test_an_engine_of_a_model_that_is_not_described_counts_no_flops() -> None:
     stats = core.stats()
     assert (stats.model_flops, stats.peak_flops, stats.output_tokens) == (0.0, None, 2)
     assert (stats.programs, stats.recompiles) == (0, 0)
+
+
+def test_an_engine_that_nobody_holds_is_gone_at_once() -> None:
+    """With its pages, for which the next engine may need the room: nothing in it holds itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        core = engine_over(NumpyRunner(ToyModel()))
+        core.add("one", [1, 2, 3], SamplingParams(max_tokens=2))
+        while core.has_work:
+            core.step()
+        gone = weakref.ref(core)
+        del core
+        assert gone() is None
+    finally:
+        gc.enable()

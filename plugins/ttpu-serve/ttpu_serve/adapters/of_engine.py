@@ -60,6 +60,7 @@ class EngineAdapters:
 
     def _room_for(self, name: str, asleep: bool) -> AdapterSlots:
         if self._slots is None or asleep:
-            why = "it is asleep: wake it up" if self._slots else "it was built without room for them: set max_adapters"
+            no_room = "it was built without room for them: set max_adapters"
+            why = no_room if self._slots is None else "it is asleep: wake it up"
             raise RequestError(f"the adapter {name!r} was to be loaded into this engine, but {why}.")
         return self._slots

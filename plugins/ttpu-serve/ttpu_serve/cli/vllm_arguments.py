@@ -12,8 +12,8 @@ from ttpu_core.errors import RequestError
 from ttpu_serve.cli.vllm_flags import IGNORED, PARALLEL, REFUSED, RENAMED, SEVERAL, SHORT, Takes
 
 CONFIG = "--config"
-_VLLM = (RENAMED, IGNORED, REFUSED, PARALLEL, SEVERAL, ("--model", "--checkpoint", "--enable-expert-parallel"))
-"""Where vLLM's flags are."""
+_OF_VLLM = (RENAMED, IGNORED, REFUSED, PARALLEL, SEVERAL, ("--model", "--checkpoint", "--enable-expert-parallel"))
+"""The tables and the names of vLLM's flags, which a file may have too."""
 STRATEGIES = ("--parallelism-strategy", "--sharding-strategy", "--mesh", "--plan")
 
 
@@ -101,7 +101,7 @@ def _words_of(
         name = _canonical(f"--{key}")
         if name == CONFIG:
             raise RequestError(f"{CONFIG} {file} names another {CONFIG}: write all options into one file.")
-        if known is not None and not any(name in names for names in (known, *_VLLM)):
+        if known is not None and not any(name in names for names in (known, *_OF_VLLM)):
             raise RequestError(f"{CONFIG} {file} has {key}, but there is no such option{_similar(name, known)}.")
         if name in ("--model", "--checkpoint"):
             if not _has_checkpoint(words, switches):

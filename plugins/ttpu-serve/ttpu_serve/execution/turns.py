@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakMethod
 
 from ttpu_serve.execution.inbox import Inbox
 
@@ -19,7 +20,8 @@ class Turns:
     """Whose turn it is.
 
     Args:
-        abort: drops a request by its id.
+        abort: a method of the engine, which drops a request by its id. It is held weakly: an engine that nobody holds
+            gives its memory back at once, and not when cycles are collected.
 
     Attributes:
         lock: the thread that holds it calls the engine; it may be taken again by that thread.
@@ -29,7 +31,7 @@ class Turns:
     def __init__(self, abort: Callable[[str], None]) -> None:
         self.lock = threading.RLock()
         self.inboxes: dict[str, Inbox] = {}
-        self._abort = abort
+        self._abort = WeakMethod(abort)
         self._is_taken = False
         self._dropped: deque[Inbox] = deque()
 
@@ -72,7 +74,8 @@ class Turns:
             for request_id in inbox.request_ids:
                 if self.inboxes.get(request_id) is inbox:
                     del self.inboxes[request_id]
-                    self._abort(request_id)
+                    if (abort := self._abort()) is not None:
+                        abort(request_id)
 
 
 class HasTurns(Protocol):
