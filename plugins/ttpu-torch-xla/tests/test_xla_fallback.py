@@ -207,6 +207,15 @@ def test_missing_tensors_are_not_left_random(biogpt: tuple[Path, Any], tmp_path:
         AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla")
 
 
+def test_tensors_that_the_config_does_not_describe_are_told_of(biogpt: tuple[Path, Any], tmp_path: Path) -> None:
+    biogpt[1].save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    more = {name.replace("layers.0.", "layers.1."): value.clone() for name, value in weights.items()}
+    save_file({**more, **weights}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"BioGptForCausalLM does not read 'biogpt\.layers\.1.* and \d+ more in"):
+        AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla").ttpu.close()
+
+
 def test_an_encoder_is_described_and_inspected_as_one(bert: Path, ttpu: Command) -> None:
     found = ttpu("info", str(bert), "--backend", "torch_xla")
     assert found["code"].endswith("BertModel") and "begin_a_plugin" not in found

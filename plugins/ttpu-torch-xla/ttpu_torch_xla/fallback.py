@@ -107,7 +107,8 @@ class StockFallback:
         steps = ExitStack()
         try:
             name = "eager" if options.attn_implementation in (None, "auto") else options.attn_implementation
-            model = stock_model(checkpoint, held, str(name), quiet=options.progress is not None).eval()
+            quiet, tells_unread = options.progress is not None, not is_encoder(config)
+            model = stock_model(checkpoint, held, str(name), quiet=quiet, tells_unread=tells_unread).eval()
             _refuse_encoder(model.config, config)
             architecture = stock_architecture(config, model.config.get_text_config(decoder=True))
             chosen = patches_for(architecture, str(name), optional=options.patches)

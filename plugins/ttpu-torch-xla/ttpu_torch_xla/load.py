@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,9 @@ def stock_model(
     *,
     quiet: bool = False,
     swap: Callable[[Any], None] | None = None,
+    tells_unread: bool = False,
 ) -> Any:
-    """Load the model with transformers on the host.
+    """Load the model with transformers on the host, without its own report of tensors.
 
     Args:
         dtype: its name, see `ttpu_core.checkpoint.dtype_name`.
@@ -31,6 +33,7 @@ def stock_model(
         quiet: without transformers' own progress bar.
         swap: replaces the layers whose weights the checkpoint stores quantized, in the model on the meta device. They
             are left without values.
+        tells_unread: warn of tensors that the model does not read. Of a text encoder these are the heads.
 
     Raises:
         UnsupportedError: transformers has no causal language model of this type, or cannot build it here.
@@ -43,7 +46,7 @@ def stock_model(
     hide, level = quiet and logging.is_progress_bar_enabled(), logging.get_verbosity()
     if hide:
         logging.disable_progress_bar()
-    logging.set_verbosity_error()  # no report of tensors: what is missing is refused below
+    logging.set_verbosity_error()
     try:
         settings = {} if swap is None else _swapping(kind, checkpoint, swap)
         model, info = kind.from_pretrained(
@@ -75,6 +78,13 @@ def stock_model(
             f"{checkpoint.source} was to be loaded as {kind.__name__}, but it has no tensor for {missing[0]!r} "
             f"({len(missing)} missing), which would be left random: take a complete checkpoint whose config.json "
             "belongs to it."
+        )
+    if tells_unread and (unread := sorted(info["unexpected_keys"])):
+        more = f" and {len(unread) - 1:,} more" if len(unread) > 1 else ""
+        warnings.warn(
+            f"{kind.__name__} does not read {unread[0]!r}{more} in {checkpoint.source}, so they have no effect: see "
+            "whether config.json belongs to these files",
+            stacklevel=2,
         )
     return model
 
