@@ -39,8 +39,8 @@ PACKAGES      := ttpu.py ttpu_core $(foreach part,$(PARTS),plugins/ttpu-$(part)/
 NEWEST_JAX    := attention attention_kernels backward_loop decode_attention decoder exchanged_experts fetch generate \
                  grouped kernels layer_loop local_experts matmul_devices matmul_pallas moe norms_fused paged_attention \
                  paged_decode_kernel paged_prompt_kernel parallel params parts ring_attention ring_products \
-                 rope_product saved_activations selective_scan sharded_load splash_on_parts state_space train_runner \
-                 trained_products training_options vocabulary_loss
+                 rope_product sampling saved_activations selective_scan sharded_load splash_on_parts state_space \
+                 train_runner trained_products training_options vocabulary_loss
 NEWEST_SERVE  := beam_search engine engine_ahead engine_async engine_logit_rules engine_lora engine_memory \
                  engine_pages engine_weights
 NEWEST_TRAIN  := adapter_settings arguments config_file deepspeed
