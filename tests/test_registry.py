@@ -255,6 +255,13 @@ def test_two_distributions_that_claim_a_name_conflict_until_the_user_excludes_on
         assert chosen == f"{kept} 1.0"
 
 
+def test_a_conflict_with_one_of_ttpus_own_distributions_advises_to_exclude_the_other(tmp_path: Path) -> None:
+    env = Environment.install(tmp_path, family("another-llama", TOY, model_type="llama"))
+    conflicting = [row for row in env.run("report(records())") if row[3] == "conflict"]
+    assert [row[2] for row in conflicting] == ["another-llama", "ttpu-llama"]
+    assert all("for example TTPU_DISABLE_PLUGINS=another-llama, or uninstall it." in row[4] for row in conflicting)
+
+
 def test_a_collections_plugin_yields_to_another_distributions_own_for_the_same_type(tmp_path: Path) -> None:
     collected = {"ttpu.architectures.collection": {"shared": "collected", "rare": "collected"}}
     env = Environment.install(
@@ -290,6 +297,7 @@ def test_plugins_are_denied_by_distribution_by_entry_point_or_by_pattern(tmp_pat
     assert disabled("") == set()
     assert disabled("Toy_One") == disabled("one") == {("toy-one", "one")}  # distribution names are compared as pip does
     assert disabled("toy-*, fast-pack") == names
+    assert disabled("ttpu.architectures:o*, ttpu.backends:two, ttpu.patch_packs:toy-two") == {("toy-one", "one")}
     asked = env.run(
         f"report(error(lambda: default_registry().architecture({model('one')})))",
         TTPU_DISABLE_PLUGINS="toy-one",

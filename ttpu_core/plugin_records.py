@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal
 
+from ttpu_core.distributions import official
+
 ARCHITECTURES = "ttpu.architectures"
 COLLECTIONS = "ttpu.architectures.collection"  # architectures that yield to a distribution's own plugin for a type
 BACKENDS = "ttpu.backends"
@@ -29,6 +31,7 @@ GROUPS = (
     ARCHITECTURES, BACKENDS, PATCH_PACKS, COMMANDS, SERVICES, LAUNCHES, DEFAULT_BACKENDS, FALLBACKS, MODELS_UNDER_TEST,
     TORCH_RUNTIMES, TOOL_PARSERS, REASONING_PARSERS,
 )  # fmt: skip
+PARSERS = (TOOL_PARSERS, REASONING_PARSERS)  # many have the name of a family, whose exclusion must not exclude them
 
 ALLOW_VARIABLE = "TTPU_PLUGINS"
 DENY_VARIABLE = "TTPU_DISABLE_PLUGINS"
@@ -71,14 +74,15 @@ def installed_entry_points() -> list[metadata.EntryPoint]:
 
 def scan(entry_points: Iterable[metadata.EntryPoint]) -> Iterator[tuple[metadata.EntryPoint, PluginRecord]]:
     """Each entry point and its record. A collection's architecture yields to another distribution's own plugin for the
-    same model type; other names that two distributions claim are conflicts."""
+    same model type, and a parser of TTPU yields to another distribution's of the same name; other names that two
+    distributions claim are conflicts."""
     admitted = [(point, _admitted(_record(point))) for point in entry_points]
     owners = {
-        record.name: record.distribution
+        (record.group, record.name): record.distribution
         for _, record in admitted
-        if record.group == ARCHITECTURES and record.usable and not record.collection
+        if record.usable and not _may_yield(record)
     }
-    found = [(point, _yielding(record, owners.get(record.name))) for point, record in admitted]
+    found = [(point, _yielding(record, owners.get((record.group, record.name)))) for point, record in admitted]
     reasons = _conflicts([record for _, record in found])
     for point, record in found:
         reason = reasons.get(record.key)
@@ -86,10 +90,16 @@ def scan(entry_points: Iterable[metadata.EntryPoint]) -> Iterator[tuple[metadata
 
 
 def _yielding(record: PluginRecord, owner: str | None) -> PluginRecord:
-    """The record, superseded if it is a collection's and the distribution `owner` has a plugin of its own."""
-    if not (record.collection and record.usable and owner):
+    """The record, superseded if it may yield and the distribution `owner` has a plugin that does not."""
+    if not (_may_yield(record) and record.usable and owner):
         return record
-    return replace(record, state="superseded", reason=f"{owner} has a plugin of its own for this model type.")
+    taken = "a plugin of its own for this model type" if record.collection else "a parser of this name"
+    return replace(record, state="superseded", reason=f"{owner} has {taken}.")
+
+
+def _may_yield(record: PluginRecord) -> bool:
+    """Whether another distribution's plugin of the same group and name takes precedence."""
+    return record.collection or (record.group in PARSERS and record.distribution in official())
 
 
 def _conflicts(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], str]:
@@ -101,10 +111,11 @@ def _conflicts(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], st
     reasons: dict[tuple[str, str, str], str] = {}
     for (_, name), claimed in claims.items():
         if len(claimed) > 1:
-            owners = [record.distribution for record in claimed.values()]
+            owners = sorted(record.distribution for record in claimed.values())
+            excluded = ([owner for owner in owners if owner not in official()] or owners)[-1]
             reason = (
-                f"{name!r} is claimed by {' and '.join(sorted(owners))}; choose one by excluding the other, for "
-                f"example {DENY_VARIABLE}={owners[-1]}, or uninstall it."
+                f"{name!r} is claimed by {' and '.join(owners)}; choose one by excluding the other, for "
+                f"example {DENY_VARIABLE}={excluded}, or uninstall it."
             )
             reasons |= dict.fromkeys(claimed, reason)
     return reasons
@@ -158,10 +169,16 @@ def _unmet_core_requirement(distribution: metadata.Distribution | None) -> str:
 
 def _matches(record: PluginRecord, patterns: Iterable[str]) -> bool:
     """Whether a pattern names the record's distribution or its entry point."""
-    return any(
-        fnmatch.fnmatchcase(record.distribution, _canonical(pattern)) or fnmatch.fnmatchcase(record.name, pattern)
-        for pattern in patterns
-    )
+    return any(_names(pattern, record) for pattern in patterns)
+
+
+def _names(pattern: str, record: PluginRecord) -> bool:
+    """Whether the pattern is the distribution, `group:name`, or the name; a parser's name alone does not count."""
+    group, colon, name = pattern.rpartition(":")
+    if colon:
+        return fnmatch.fnmatchcase(record.group, group) and fnmatch.fnmatchcase(record.name, name)
+    named = record.group not in PARSERS and fnmatch.fnmatchcase(record.name, pattern)
+    return named or fnmatch.fnmatchcase(record.distribution, _canonical(pattern))
 
 
 def names_in(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from serving import running
 
 from ttpu_core.errors import RequestError
 from ttpu_core.generation.sampling_params import GuidedDecoding
+from ttpu_core.registry import Registry
 from ttpu_serve.entry_points import loaded, names
 from ttpu_serve.guided.grammar import key_of
 from ttpu_serve.guided.matchers import InlineMatchers, Vocabulary
@@ -111,9 +112,14 @@ def test_calls_of_gpt_oss_pass_from_one_parser_to_the_other() -> None:
     assert "".join(event.text for event in events if isinstance(event, Arguments | Content)) == '{"a": 1}'
 
 
-def test_a_parser_that_is_not_installed_is_refused() -> None:
+def test_a_parser_that_is_not_installed_or_excluded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="'wizard' was asked for, but there are auto, none, deepseek_r1"):
         parser_for("wizard", None)
+    monkeypatch.setenv("TTPU_DISABLE_PLUGINS", f"{GROUP}:think")
+    registry = Registry()
+    monkeypatch.setattr("ttpu_serve.entry_points.default_registry", lambda: registry)
+    with pytest.raises(RequestError, match=r"the reasoning parser 'think' .* disabled: excluded by TTPU_DISABLE_PLUGI"):
+        parser_for("think", None)
     assert parser_for("none", "<think></think>") is None and parser_for("auto", None) is None
 
 

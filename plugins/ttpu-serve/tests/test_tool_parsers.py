@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttpu_core.errors import PluginError, RequestError
+from ttpu_core.plugin_records import REASONING_PARSERS
 from ttpu_core.registry import Registry
 from ttpu_serve.entry_points import loaded, names, surest
-from ttpu_serve.tool_parsers.installed import GROUP, parser_for
+from ttpu_serve.tool_parsers.installed import GROUP, check_parser, parser_for
 from ttpu_serve.tool_parsers.json_calls import forced_stream
 from ttpu_serve.tool_parsers.protocol import Arguments, CallBegins, CallBreaks, CallEnds, Content, Event, new_id
 
@@ -461,12 +462,14 @@ def test_calls_as_a_models_own_template_writes_them_are_read(model: str, parser:
     assert [(name, json.loads(written)) for name, written, _ in calls] == [("weather", arguments)]
 
 
+def point(name: str, owner: str, load: Any) -> Any:
+    """An entry point of a tool parser in the distribution `owner`."""
+    dist = SimpleNamespace(metadata={"Name": owner, "Version": "1"}, requires=None)
+    return SimpleNamespace(name=name, group=GROUP, value=f"{name}:Parser", dist=dist, load=load)
+
+
 def test_parsers_of_other_distributions_are_plugins_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that claimed a name one won in silence, and no variable excluded a parser."""
-
-    def point(name: str, owner: str, load: Any) -> Any:
-        dist = SimpleNamespace(metadata={"Name": owner, "Version": "1"}, requires=None)
-        return SimpleNamespace(name=name, group=GROUP, value=f"{name}:Parser", dist=dist, load=load)
 
     def fail() -> None:
         raise OSError("no such file")
@@ -484,7 +487,46 @@ def test_parsers_of_other_distributions_are_plugins_as_any_other(monkeypatch: py
     for name, why in (
         ("both", "claimed by one and two; choose one by excluding the other"),
         ("torn", "importing 'torn:Parser' failed with OSError: no such file"),
-        ("bad", "three is disabled: excluded by TTPU_DISABLE_PLUGINS"),
+        ("bad", "the tool call parser 'bad' was asked for, but three is disabled: excluded by TTPU_DISABLE_PLUGINS"),
     ):
         with pytest.raises(PluginError, match=why):
             loaded(GROUP, name)
+
+
+def test_ttpus_own_parser_yields_to_another_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two were in conflict, and the error could advise to exclude the server's distribution."""
+    ours, theirs = SimpleNamespace(knows=lambda template: 1), SimpleNamespace(knows=lambda template: 2)
+    points = [
+        point("hermes", "olive", lambda: theirs), point("hermes", "ttpu-serve", lambda: ours),
+        point("both", "one", lambda: theirs), point("both", "ttpu-serve", lambda: ours),
+        point("both", "two", lambda: theirs),
+    ]  # fmt: skip
+    registry = Registry(points)
+    monkeypatch.setattr("ttpu_serve.entry_points.default_registry", lambda: registry)
+    assert parser_for("hermes", None) is parser_for("auto", "template") is theirs
+    [record] = [r for r in registry.plugins(GROUP) if (r.name, r.distribution) == ("hermes", "ttpu-serve")]
+    assert (record.state, record.reason) == ("superseded", "olive has a parser of this name.")
+    with pytest.raises(PluginError, match=r"the tool call parser .both. was .* claimed by one and two"):
+        check_parser("both")
+    monkeypatch.setenv("TTPU_DISABLE_PLUGINS", "olive")
+    without = Registry(points)
+    monkeypatch.setattr("ttpu_serve.entry_points.default_registry", lambda: without)
+    assert parser_for("hermes", None) is ours
+
+
+def test_the_name_of_a_family_excludes_no_parser_and_an_excluded_one_is_refused_with_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def disabled(text: str) -> set[str]:
+        monkeypatch.setenv("TTPU_DISABLE_PLUGINS", text)
+        registry = Registry()
+        monkeypatch.setattr("ttpu_serve.entry_points.default_registry", lambda: registry)
+        groups = (GROUP, REASONING_PARSERS)
+        return {r.group for group in groups for r in registry.plugins(group) if r.state == "disabled"}
+
+    assert disabled("mistral,granite,*mistral,ttpu.architectures:*") == set()
+    assert disabled("ttpu-serve") == disabled("*:mistral") == {GROUP, REASONING_PARSERS}
+    assert disabled(f"{GROUP}:mistral") == {GROUP}
+    why = "'mistral' was asked for, but that of ttpu-serve is disabled: excluded by TTPU_DISABLE_PLUGINS. .* auto, deep"
+    with pytest.raises(RequestError, match=why):
+        check_parser("mistral")

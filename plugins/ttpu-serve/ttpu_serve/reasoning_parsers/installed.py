@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from ttpu_core.errors import RequestError
-from ttpu_serve.entry_points import loaded, names, surest
+from ttpu_core.plugin_records import REASONING_PARSERS
+from ttpu_serve.entry_points import check, loaded, surest
 from ttpu_serve.reasoning_parsers.protocol import ReasoningParser
 
-GROUP = "ttpu.reasoning_parsers"
+GROUP = REASONING_PARSERS
 
 
 def check_parser(asked: str) -> None:
-    """Refuse the name of a parser that is not installed.
+    """Refuse the name of a parser that is not installed or cannot be used.
 
     Raises:
-        RequestError: no installed parser has this name.
+        RequestError: no installed parser has this name, or the environment excludes it.
+        PluginError: the parser cannot be imported, or two distributions claim the name.
     """
-    if asked not in ("auto", "none", *names(GROUP)):
-        raise RequestError(
-            f"the reasoning parser {asked!r} was asked for, but there are auto, none, {', '.join(names(GROUP))}: use "
-            "one of those."
-        )
+    check(GROUP, asked, "auto", "none")
 
 
 def parser_for(asked: str, template: str | None) -> ReasoningParser | None:
@@ -27,7 +24,8 @@ def parser_for(asked: str, template: str | None) -> ReasoningParser | None:
     `none` None.
 
     Raises:
-        RequestError: no installed parser has this name.
+        RequestError: no installed parser has this name, or the environment excludes it.
+        PluginError: the parser cannot be imported, or two distributions claim the name.
     """
     check_parser(asked)
     if asked == "none":
