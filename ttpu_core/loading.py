@@ -167,8 +167,8 @@ def describe_checkpoint(
 
 def planned_architecture(name: str, patch_packs: str | Sequence[str] | None = None) -> Architecture:
     """The architecture of a checkpoint or of a config.json alone, beside which no weights have to lie, with the formats
-    of weights that are quantized already. Where a folder with weights is named, they decide whether the head is tied, as
-    in `open_model`: a head that is stored beside the embedding is compared with it. No other weights are read.
+    of weights that are quantized already. Where a folder with weights is named, they decide whether the head is tied,
+    as in `open_model`: a head that is stored beside the embedding is compared with it. No other weights are read.
 
     Raises:
         CheckpointError, ConfigError, MappingError, PluginError: what cannot be described, and why.

@@ -122,11 +122,12 @@ def _conflicts(records: Iterable[PluginRecord]) -> dict[tuple[str, str, str], st
 
 
 def _admitted(record: PluginRecord) -> PluginRecord:
-    """The record, disabled if a variable of the environment excludes it."""
+    """The record, disabled if a variable of the environment excludes it. A list of what is allowed leaves parsers in,
+    as they serve every family."""
     allowed, denied = names_in(os.environ.get(ALLOW_VARIABLE, "")), names_in(os.environ.get(DENY_VARIABLE, ""))
     if _matches(record, denied):
         return replace(record, state="disabled", reason=f"excluded by {DENY_VARIABLE}.")
-    if allowed and not _matches(record, allowed):
+    if allowed and record.group not in PARSERS and not _matches(record, allowed):
         return replace(record, state="disabled", reason=f"not among those in {ALLOW_VARIABLE}.")
     return record
 

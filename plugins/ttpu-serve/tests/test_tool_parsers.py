@@ -527,6 +527,10 @@ def test_the_name_of_a_family_excludes_no_parser_and_an_excluded_one_is_refused_
     assert disabled("mistral,granite,*mistral,ttpu.architectures:*") == set()
     assert disabled("ttpu-serve") == disabled("*:mistral") == {GROUP, REASONING_PARSERS}
     assert disabled(f"{GROUP}:mistral") == {GROUP}
+    monkeypatch.setenv("TTPU_PLUGINS", "ttpu-llama,jax,serve")
+    assert disabled("") == set()
+    monkeypatch.delenv("TTPU_PLUGINS")
+    disabled(f"{GROUP}:mistral")
     why = "'mistral' was asked for, but that of ttpu-serve is disabled: excluded by TTPU_DISABLE_PLUGINS. .* auto, deep"
     with pytest.raises(RequestError, match=why):
         check_parser("mistral")

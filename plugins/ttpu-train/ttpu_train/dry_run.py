@@ -16,8 +16,8 @@ from ttpu_train.runner import CompiledTraining
 
 
 def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
-    """Compile the update that a training file describes. Neither data nor weights are read, but a head's that the config
-    ties to the embedding.
+    """Compile the update that a training file describes. Neither data nor weights are read, but for a head that the
+    config ties to the embedding.
 
     Returns:
         The figures of `CompiledTraining` by name, where `seconds` counts kernels with their least time,
