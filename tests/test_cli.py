@@ -379,6 +379,8 @@ def test_list_plugins_groups_model_types_by_distribution() -> None:
     version = metadata.version("ttpu-llama")
     assert llama == ["family", "llama", "ttpu-llama", version, "llama,", "llama4,", "llama4_text", "available"]
     assert "it was built for ttpu-core<0.0.1" in shown
+    [parsers] = [line.split() for line in shown.splitlines() if "tool parser" in line]
+    assert parsers[:4] == ["tool", "parser", "serve", "ttpu-serve"], "they share a row too"
 
 
 def test_list_plugins_as_json_has_one_object_per_entry_point() -> None:

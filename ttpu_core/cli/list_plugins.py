@@ -12,6 +12,7 @@ import typer
 
 from ttpu_core import distributions
 from ttpu_core.cli.console import note, print_json, stdout_console
+from ttpu_core.plugin_records import PARSERS
 
 if TYPE_CHECKING:
     from ttpu_core.plugin_records import PluginRecord
@@ -31,6 +32,8 @@ KINDS = {
     "ttpu.tool_parsers": "tool parser",
     "ttpu.reasoning_parsers": "reasoning parser",
 }
+SHARING = ("ttpu.architectures", *PARSERS)
+"""Groups of which the plugins of one distribution share a row."""
 STATE_STYLES = {"available": "green", "loaded": "green", "disabled": "dim", "superseded": "dim"}
 
 
@@ -103,16 +106,16 @@ def _print_table(records: tuple[PluginRecord, ...]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     reasons = any(record.reason for record in records)
-    for column in ("kind", "name", "distribution", "version", "model types", "state", *(["reason"] if reasons else [])):
+    for column in ("kind", "name", "distribution", "version", "model types, parsers", "state", *(["reason"] if reasons else [])):
         table.add_column(column, overflow="fold")
     for record, names in _rows(records):
-        family = record.group == "ttpu.architectures"
+        shares = record.group in SHARING
         cells = [
             KINDS[record.group],
-            record.distribution.removeprefix("ttpu-") if family else names[0],
+            record.distribution.removeprefix("ttpu-") if shares else names[0],
             record.distribution,
             record.version,
-            ", ".join(names) if family else "",
+            ", ".join(names) if shares else "",
         ]
         state = Text(record.state, STATE_STYLES.get(record.state, "red"))
         table.add_row(*map(Text, cells), state, *([Text(record.reason)] if reasons else []))
@@ -120,10 +123,11 @@ def _print_table(records: tuple[PluginRecord, ...]) -> None:
 
 
 def _rows(records: tuple[PluginRecord, ...]) -> list[tuple[PluginRecord, list[str]]]:
-    """The model types of one distribution share a row, as long as they share a state; other plugins have their own."""
+    """The model types of one distribution share a row as long as they share a state, and so do its parsers; other
+    plugins have their own."""
 
     def row(record: PluginRecord) -> tuple[str, ...]:
-        own = "" if record.group == "ttpu.architectures" else record.name
+        own = "" if record.group in SHARING else record.name
         return record.group, record.distribution, record.version, own, record.state, record.reason
 
     rows = []
