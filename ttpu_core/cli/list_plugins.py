@@ -106,7 +106,8 @@ def _print_table(records: tuple[PluginRecord, ...]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     reasons = any(record.reason for record in records)
-    for column in ("kind", "name", "distribution", "version", "model types, parsers", "state", *(["reason"] if reasons else [])):
+    columns = ("kind", "name", "distribution", "version", "model types, parsers", "state")
+    for column in (*columns, *(["reason"] if reasons else [])):
         table.add_column(column, overflow="fold")
     for record, names in _rows(records):
         shares = record.group in SHARING
