@@ -143,8 +143,9 @@ def save_checkpoint(
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder in `target`, whose files are renamed into `target` in the order of their names when all are
-    written. After an error they are deleted, and `target` is as it was."""
+    """A temporary folder in `target`, whose files are renamed into `target` one by one, in the order of their names,
+    when all are written. An error before that deletes them and leaves `target` as it was. An interruption of the
+    renaming leaves files of both there."""
     with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as name:
         staging = Path(name)
         (staging / PROBE).touch()

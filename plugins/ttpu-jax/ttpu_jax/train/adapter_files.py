@@ -66,8 +66,8 @@ def write_adapter(
     kind: np.dtype[Any],
     beside: Iterable[Path] = (),
 ) -> Path:
-    """Write an adapter that peft and the serving engine read; return its folder. An adapter that was there stays until
-    all files are written. All processes must call this.
+    """Write an adapter that peft and the serving engine read; return its folder. The files are written
+    beside those of an adapter that was there, and then take their places one by one. All processes must call this.
 
     Args:
         folder: to write.
