@@ -68,6 +68,8 @@ def test_arguments_fill_what_is_auto_and_may_not_differ() -> None:
     assert merged({"max_grad_norm": 2.0}, {"gradient_clipping": 2}) == {"max_grad_norm": 2.0}
     with pytest.raises(RequestError, match=r"max_grad_norm=2.0 was given, but the DeepSpeed configuration says 1.0"):
         merged({"max_grad_norm": 2.0}, {"gradient_clipping": 1})
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    assert merged({"learning_rate": None}, adam)["learning_rate"] == 1e-4  # as `learning_rate: null` in a file
 
 
 def test_a_logarithmic_warmup_is_said_to_be_linear_here() -> None:

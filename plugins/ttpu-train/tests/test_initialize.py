@@ -16,7 +16,7 @@ import ttpu_train.trainer
 from ttpu_core.errors import RequestError, UnsupportedError
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.engine import Engine
-from ttpu_train.initialize import OF_THE_LOOP, initialize
+from ttpu_train.initialize import DEFAULTS, OF_THE_LOOP, initialize
 from ttpu_train.micro_batches import batch_of, joined
 from ttpu_train.reporting import picture
 from ttpu_train.trainer import Trainer
@@ -259,6 +259,8 @@ def test_the_number_of_updates_is_given_or_counted(backend: NumpyBackend) -> Non
     ):
         with pytest.raises(RequestError, match=said):
             schedule(warm, **wrong)
+    for config, rate in ((CONFIG, 5.0), ({"train_batch_size": 8}, DEFAULTS["learning_rate"])):
+        assert engine_of(config, learning_rate=None)[0].runner.settings.optimizer.learning_rate == rate
     engine, _, loader, _ = engine_of(training_data=examples())
     with pytest.warns(UserWarning, match=r"update 7 begins, but the learning rate's schedule ended after 6"):
         for _ in range(UPDATES + 1):

@@ -92,12 +92,13 @@ def read_content(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(arguments: Mapping[str, Any], config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Training arguments with those of a DeepSpeed configuration.
+    """Training arguments with those of a DeepSpeed configuration. learning_rate=None is none that was given.
 
     Raises:
         RequestError: the two differ, or the configuration is not supported.
     """
     found = read_deepspeed(config)
+    arguments = {name: value for name, value in arguments.items() if name != "learning_rate" or value is not None}
     for name, value in found.items():
         if name in arguments and arguments[name] != value:
             raise RequestError(
