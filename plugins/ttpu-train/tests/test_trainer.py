@@ -275,12 +275,26 @@ def test_the_end_of_a_run_is_evaluated(backend: NumpyBackend, tmp_path: Path) ->
 def test_data_that_end_early_are_told_of_and_the_end_is_evaluated(backend: NumpyBackend, tmp_path: Path) -> None:
     rollback = {"loss_spike_factor": 5.0, "loss_spike_action": "rollback", "max_steps": -1, "num_train_epochs": 2}
     data = {"eval_dataset": examples(6, 1), "eval_strategy": "steps", "eval_steps": 4, "logging_steps": 1}
-    one = trainer(tmp_path, **rollback, **data)
+    heard: list[str] = []
+
+    class Listens(TrainerCallback):
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            heard.append("begin")
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            heard.append("end")
+
+    one = trainer(tmp_path, **rollback, **data, callbacks=[Listens])
     one.runner.spike_at = {7}  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="the training data ended after update 10, but the run was to have 12") as told:
         assert one.train().global_step == 10
     assert len([each for each in told if "the training data ended" in str(each.message)]) == 1
     assert evaluated(one) == [4, 8, 10]
+    assert heard == ["begin", "end"] * 2
+    part = tmp_path / "part"
+    trainer(part, callbacks=[Listens, StopAt(3)]).train()
+    trainer(part, callbacks=[Listens]).train(resume_from_checkpoint=True)  # goes on within the first epoch
+    assert heard == ["begin", "end"] * 5
 
 
 def test_a_metric_that_is_not_finite_is_never_the_best(backend: NumpyBackend, tmp_path: Path) -> None:
@@ -310,12 +324,21 @@ def test_what_callbacks_ask_for_is_done_without_a_strategy(backend: NumpyBackend
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_save = True
 
+    class AsksTwice(Asks):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = state.global_step in (4, 8)
+
     given = {"eval_dataset": examples(6, 1), "save_strategy": "no", "callbacks": [Asks]}
     one = trainer(tmp_path, **given)
     one.train()
     assert evaluated(one) == saved(tmp_path) == [4]
-    with pytest.raises(RequestError, match=r"has checkpoints of an earlier one \(newest: 4\)"):
-        trainer(tmp_path, **given).train()  # where it is to save
+    file = tmp_path / "checkpoints" / "4" / "run.json"
+    kept = (file.stat().st_ino, file.read_bytes())
+    again = trainer(tmp_path, **{**given, "callbacks": [AsksTwice]})
+    with pytest.warns(UserWarning, match="a callback asks for a checkpoint after update 4, but .* earlier run") as told:
+        assert again.train().global_step == 12  # what was trained for hours is not lost
+    assert len([each for each in told if "a callback asks" in str(each.message)]) == 1
+    assert saved(tmp_path) == [4] and (file.stat().st_ino, file.read_bytes()) == kept
     without = trainer(tmp_path / "without", callbacks=[Asks])
     with pytest.raises(RequestError, match="an evaluation was asked for, but the Trainer has no eval_dataset"):
         without.train()
@@ -408,8 +431,9 @@ def test_each_method_has_a_learning_rate(
     args = trainer(tmp_path, **given, learning_rate=None).args
     assert args.learning_rate == args.step_settings(1).optimizer.learning_rate == rate
     assert trainer(tmp_path, **given, learning_rate=5e-5).args.learning_rate == 5e-5
+    ends_higher = trainer(tmp_path, **given, learning_rate=None, **COSINE, lr_scheduler_kwargs={"min_lr": 1e-3})
     with pytest.raises(RequestError, match=r"min_lr=0\.001, but it is a number from 0 to"):
-        trainer(tmp_path, **given, learning_rate=None, **COSINE, lr_scheduler_kwargs={"min_lr": 1e-3})
+        _ = ends_higher.runner  # and not before: a resumed run may have another rate
 
 
 def test_a_resumed_run_keeps_its_learning_rate(
@@ -425,6 +449,21 @@ def test_a_resumed_run_keeps_its_learning_rate(
     with pytest.warns(UserWarning, match="has no checkpoint: the run begins anew"):
         new.train(resume_from_checkpoint=True)
     assert new.args.learning_rate == 5e-5
+    ends_high = {"learning_rate": None, **COSINE, "lr_scheduler_kwargs": {"min_lr": 2.0}, "max_steps": 3}
+    assert trainer(tmp_path, **ends_high).train(resume_from_checkpoint=True).global_step == 3
+    with pytest.raises(RequestError, match=r"min_lr=2\.0, but it is a number from 0 to 5e-05"):
+        trainer(tmp_path / "other", **ends_high).train()
+
+
+def test_a_rate_that_is_compiled_already_is_not_resumed_with(backend: NumpyBackend, tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    used = trainer(tmp_path, max_steps=3, learning_rate=None, eval_dataset=examples(6, 1))
+    used.evaluate()
+    with pytest.raises(RequestError, match=r"used before train\(\), .* compiled with 5e-05: pass learning_rate=5, or"):
+        used.train(resume_from_checkpoint=True)
+    given = trainer(tmp_path, max_steps=3, eval_dataset=examples(6, 1))
+    given.evaluate()
+    assert given.train(resume_from_checkpoint=True).global_step == 3
 
 
 def test_an_export_takes_the_best_checkpoint_of_a_run(
@@ -445,10 +484,25 @@ def test_an_export_takes_the_best_checkpoint_of_a_run(
 
     assert "the weights after update 2, the best of the run by eval_score (0.5), in float32" in exported()
     assert "the weights after update 3, in float32" in exported("--step", "3")
-    assert json.loads(exported("--json"))["is_best"] is True
+    best = [json.loads(exported("--json", *more))["is_best"] for more in ((), ("--step=2",), ("--step=3",))]
+    assert best == [True, True, False]
     more = {"max_steps": 5, "callbacks": [StopAt(4)], "load_best_model_at_end": False}
     trainer(run, **{**given, **more}).train(resume_from_checkpoint=True)
     assert "the weights after update 4, in float32" in exported()  # the run went on
+
+
+def test_a_best_checkpoint_that_cannot_be_recorded_ends_no_run(
+    backend: NumpyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("ttpu_train.checkpoints.write_whole", full)
+    given = {**BEST, "eval_dataset": examples(6, 1), "eval_steps": 1, "save_steps": 1, "max_steps": 2}
+    with pytest.warns(UserWarning, match=r"could not be recorded .*No space left.*: pass --step 2 to `ttpu export`"):
+        output = trainer(tmp_path, **given).train()
+    assert output.best_step == 2
+    assert "--out DIR --step 2` writes the best model, of update 2" in what_is_left(output, tmp_path, is_saved=True)
 
 
 def test_epochs_give_the_number_of_updates(backend: NumpyBackend, tmp_path: Path) -> None:

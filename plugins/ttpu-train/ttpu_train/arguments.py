@@ -288,14 +288,10 @@ class TrainingArguments:
         return cls(**given)
 
     def with_learning_rate(self, rate: float) -> Self:
-        """The same arguments with a learning rate.
-
-        Raises:
-            RequestError: the schedule ends at a greater rate.
-        """
+        """The same arguments with a learning rate. The rate that the schedule ends at is compared with it in
+        `step_settings`, because a resumed run may take yet another one."""
         made = copy(self)
         object.__setattr__(made, "learning_rate", rate)
-        made._check_schedule()
         return made
 
     @property
@@ -429,7 +425,11 @@ class TrainingArguments:
         return steps_of(self.warmup_steps or self.warmup_ratio, total_steps, least=0)
 
     def step_settings(self, total_steps: int) -> StepSettings:
-        """What the backend's runner is told, for a run of this many updates."""
+        """What the backend's runner is told, for a run of this many updates.
+
+        Raises:
+            RequestError: the schedule ends at a greater rate than learning_rate.
+        """
         warmup, more = self.warmup(total_steps), self.lr_scheduler_kwargs or {}
         peak = USUAL_RATE if self.learning_rate is None else self.learning_rate
         schedule = schedule_settings(self.lr_scheduler_type, more, peak, warmup, total_steps)

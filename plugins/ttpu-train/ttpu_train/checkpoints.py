@@ -203,11 +203,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be written, as on a full disk.
         """
-        metric = self._policy.best_metric
-        best = {"step": step, "metric": metric, "value": (self._header(step).get("metrics") or {}).get(metric)}
 
         def write() -> None:
             if self._writes:
+                metric = self._policy.best_metric
+                best = {"step": step, "metric": metric, "value": (self._header(step).get("metrics") or {}).get(metric)}
                 write_whole(self._folder / BEST, json.dumps(best) + "\n")
 
         self._together(write)

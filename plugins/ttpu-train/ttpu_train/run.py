@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from ttpu_core.errors import TTPUError
 from ttpu_train.arguments import TrainingArguments, steps_of
 from ttpu_train.callbacks import CallbackList, TrainerControl, TrainerState, log_line
-from ttpu_train.checkpoints import Checkpoints
+from ttpu_train.checkpoints import CHECKPOINTS, Checkpoints, steps_in
 from ttpu_train.interrupts import StopRequest
 from ttpu_train.objectives import Reward
-from ttpu_train.resuming import BEST, compare, refuse_earlier_run
+from ttpu_train.resuming import BEST, compare
 from ttpu_train.runner import Batch, InFlight, StepValues, TrainRunner
 from ttpu_train.throughput import Meter
 from ttpu_train.watchdog import Watchdog
@@ -206,6 +206,8 @@ class TrainingRun:
         self._losses_sum = self._losses_count = 0.0
         self._last_metrics: dict[str, float] | None = None
         self._saved_at: int | None = None
+        self._saves_nothing = self._is_in_epoch = False
+        self._epochs_ended = 0  # of the data, to which a rollback does not go back
         self._evaluated_at: int | None = None
 
     @property
@@ -223,6 +225,7 @@ class TrainingRun:
         """
         intervals = Intervals.of(self.args, self.state.max_steps)
         self.control.should_training_stop = self.control.should_epoch_stop = False  # an earlier call's
+        self._epochs_ended = math.floor(self.state.epoch + 1e-9)
         self._tell("on_train_begin")
         if self.args.eval_on_start and self.args.eval_strategy != "no" and self.state.global_step == 0:
             self._evaluate()
@@ -257,9 +260,6 @@ class TrainingRun:
     def _update(self, intervals: Intervals) -> bool:
         """One update and what is due after it; False if the data have ended."""
         state = self.state
-        before = math.floor(state.epoch + 1e-9)
-        if state.global_step == 0 or abs(state.epoch - before) < 1e-9:
-            self._tell("on_epoch_begin")
         samples = self.batches.samples_next
         waits_for = "the next completions" if samples else "the next batch"
         self._watchdog.begin(state.global_step + 1, waits_for, samples=samples)
@@ -267,6 +267,9 @@ class TrainingRun:
             batch = next(self.batches)
         except StopIteration:
             return False
+        if not self._is_in_epoch:  # told only now, because the data may have ended
+            self._is_in_epoch = True
+            self._tell("on_epoch_begin")
         control = self.control
         control.should_log = control.should_evaluate = control.should_save = False
         self._tell("on_step_begin")
@@ -274,7 +277,7 @@ class TrainingRun:
         self._flying.append(self.runner.step(batch))
         state.global_step += 1
         number, state.epoch = state.global_step, self.batches.epoch
-        epoch_ends = math.floor(state.epoch + 1e-9) > before
+        epoch_ends = math.floor(state.epoch + 1e-9) > self._epochs_ended
         intervals.after_step(control, number)
         while len(self._flying) > AHEAD:
             self._take()
@@ -290,6 +293,7 @@ class TrainingRun:
         """Do what is due at the end of an epoch. As in transformers, this comes after what is due by updates, and also
         where a run ends within an epoch."""
         logged = self.control.should_log
+        self._is_in_epoch, self._epochs_ended = False, math.floor(self.batches.epoch + 1e-9)
         intervals.after_epoch(self.control)
         self._tell("on_epoch_end")
         self._do_what_is_due()
@@ -309,7 +313,7 @@ class TrainingRun:
         control.should_log, control.should_save = True, False
         control.should_evaluate = intervals.evaluation is not None and self._evaluated_at != state.global_step
         self._do_what_is_due()
-        if abs(state.epoch - round(state.epoch)) > 1e-6:
+        if self._is_in_epoch or abs(state.epoch - round(state.epoch)) > 1e-6:
             self._end_epoch(intervals)
 
     def _do_what_is_due(self) -> None:
@@ -441,10 +445,8 @@ class TrainingRun:
                 self.state.best_model_checkpoint = str(self.checkpoint_name(self.state.global_step))
 
     def _save(self) -> None:
-        if self.store is None or self._saved_at == self.state.global_step:
+        if self.store is None or self._saved_at == self.state.global_step or self._is_in_the_way():
             return
-        if self.args.save_strategy == "no" and self._saved_at is None:  # a callback asks for the first checkpoint
-            refuse_earlier_run(self.args.folder)
         metrics = self._last_metrics if self._evaluated_at == self.state.global_step else None
         trainer = {
             "state": self.state.saved(),
@@ -455,6 +457,24 @@ class TrainingRun:
         self.store.save(self.state.global_step, trainer, metrics)
         self._saved_at, self._rollbacks = self.state.global_step, 0
         self._tell("on_save")
+
+    def _is_in_the_way(self) -> bool:
+        """Whether output_dir holds checkpoints of an earlier run, where a callback asks for the first of this one. Runs
+        that save by themselves are refused before they begin; this one is warned of once, and goes on."""
+        if self.args.save_strategy != "no" or self._saved_at is not None:
+            return False
+        if self._saves_nothing:
+            return True
+        steps = steps_in(self.args.folder / CHECKPOINTS)
+        self._saves_nothing = self.runner.any_process(bool(steps))
+        if self._saves_nothing and self.state.is_world_process_zero:
+            warnings.warn(
+                f"a callback asks for a checkpoint after update {self.state.global_step:,}, but {self.args.folder} has "
+                "checkpoints of an earlier run, with which it would be mixed up: this run writes none; give it another "
+                "output_dir",
+                stacklevel=2,
+            )
+        return self._saves_nothing
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Go on from what `store.restore` returned, with a warning for each argument that is not the checkpoint's.

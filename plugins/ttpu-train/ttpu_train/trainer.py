@@ -145,10 +145,10 @@ class Trainer:
         else:
             given = {**(args or {}), **arguments}
             self.args = TrainingArguments.read(given if deepspeed is None else merged(given, deepspeed))
+        self.args = following_plan(self.args, model, load_options or {})
         self._rate_is_given = self.args.learning_rate is not None
         if not self._rate_is_given:
             self.args = self.args.with_learning_rate(LEARNING_RATES[method])
-        self.args = following_plan(self.args, model, load_options or {})
         if isinstance(self.method, GRPOMethod):
             self.method.check(self.args, evaluates=eval_dataset is not None)
         elif isinstance(self.method, DistillMethod):
@@ -248,7 +248,8 @@ class Trainer:
                 is none; a folder such as `DIR/checkpoints/500`, from that checkpoint; None as the arguments say.
 
         Raises:
-            RequestError: there are no training data, or output_dir holds an earlier run that is not resumed.
+            RequestError: there are no training data, output_dir holds an earlier run that is not resumed, or updates
+                were compiled with another learning rate than the checkpoint's.
             TrainingError: the gradients of too many updates in a row are not finite.
             CheckpointError: a checkpoint cannot be written or read.
         """
@@ -258,9 +259,8 @@ class Trainer:
         make_folder(self.args.folder)
         if not resume and self.args.save_strategy != "no" and (self._runner is None or not self._runner.step_count):
             refuse_earlier_run(self.args.folder)
-        if resume and self._runner is None and not self._rate_is_given:
-            rate = saved_learning_rate(resume, self.args.folder)
-            self.args = self.args if rate is None else self.args.with_learning_rate(rate)
+        if resume and not self._rate_is_given:
+            self._take_rate(saved_learning_rate(resume, self.args.folder))
         total, loader = self._total_steps(), self.training_batches
         runner = self._made_runner(total)
         if isinstance(self.method, PreferenceMethod):
@@ -323,7 +323,7 @@ class Trainer:
             del self.training_batches
         best_step = self._restore_best(store) if self.args.load_best_model_at_end else None
         if best_step is not None and stopped_by is None:
-            store.record_best(best_step)
+            self._record_best(store, best_step)
         seconds, tokens = state.train_seconds - seconds_before, state.num_input_tokens_seen - tokens_before
         metrics = {
             "train_loss": run.mean_loss,
@@ -461,6 +461,34 @@ class Trainer:
         if chosen is not None:
             store.restore(chosen)
         return chosen
+
+    def _record_best(self, store: Checkpoints, step: int) -> None:
+        """Record the best checkpoint for `ttpu export`. A failure is no error: the run has all that it was to leave."""
+        try:
+            store.record_best(step)
+        except CheckpointError as error:
+            if self.state.is_world_process_zero:
+                warnings.warn(
+                    f"the best checkpoint is that of step {step}, which could not be recorded ({error}): pass --step "
+                    f"{step} to `ttpu export`, which takes the newest without it",
+                    stacklevel=3,
+                )
+
+    def _take_rate(self, saved: float | None) -> None:
+        """Go on with the learning rate of the checkpoint that is resumed.
+
+        Raises:
+            RequestError: updates were compiled with another one.
+        """
+        if saved is None or saved == self.args.learning_rate:
+            return
+        if self._runner is not None:
+            raise RequestError(
+                f"a run with learning_rate={saved:g} was to be resumed without learning_rate, but this Trainer was "
+                f"used before train(), and its updates are compiled with {self.args.learning_rate:g}: pass "
+                f"learning_rate={saved:g}, or call train() first."
+            )
+        self.args = self.args.with_learning_rate(saved)
 
     def _total_steps(self) -> int:
         """The updates of the whole run; 1 without training data."""

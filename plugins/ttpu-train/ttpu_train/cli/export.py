@@ -53,10 +53,12 @@ def export(
     from ttpu_train.inputs import training_backend
 
     runs = training_backend(backend)
-    best = recorded_best(run.expanduser() / CHECKPOINTS) if step is None else None
+    best = recorded_best(run.expanduser() / CHECKPOINTS)
+    step = best.step if step is None and best is not None else step
     written = export_run(run.expanduser(), out.expanduser(), runs, step=step, dtype=dtype.value, merge=merge)
+    is_best = best is not None and written == best.step
     if as_json:
-        print_json({"folder": str(out), "step": written, "dtype": dtype.value, "is_best": best is not None})
+        print_json({"folder": str(out), "step": written, "dtype": dtype.value, "is_best": is_best})
     else:
-        chosen = "" if best is None else f", the best of the run by {best.metric} ({best.value:.4g})"
+        chosen = "" if best is None or not is_best else f", the best of the run by {best.metric} ({best.value:.4g})"
         print(f"{out}: the weights after update {written:,}{chosen}, in {dtype.value}")

@@ -93,13 +93,17 @@ def what_is_left(output: TrainOutput, folder: Path, *, is_saved: bool) -> str:
         folder: the run's output_dir.
         is_saved: whether the run wrote checkpoints.
     """
+    from ttpu_train.checkpoints import CHECKPOINTS, recorded_best
+
     steps, nothing = f"{output.global_step:,}", "save_strategy=no left no checkpoint"
     if output.stopped_by is not None:
         more = "the same command with resume=true goes on from there" if is_saved else nothing
         return f"stopped by {output.stopped_by} after step {steps}: {more}."
     loss = "none of them now" if math.isnan(output.training_loss) else f"loss {output.training_loss:.4f}"
     which = "the model" if output.best_step is None else f"the best model, of update {output.best_step:,}"
-    more = f"`ttpu export {folder} --out DIR` writes {which}" if is_saved else nothing
+    is_chosen = output.best_step is None or recorded_best(folder / CHECKPOINTS) is not None
+    step = "" if is_chosen else f" --step {output.best_step}"
+    more = f"`ttpu export {folder} --out DIR{step}` writes {which}" if is_saved else nothing
     return f"{folder}: {steps} updates, {loss}; {more}"
 
 
