@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from ttpu_jax.runner.runner import InFlight
 from ttpu_serve.api.async_engine import AsyncEngine
 from ttpu_serve.api.collector import PromptsFailedError
 from ttpu_serve.api.output_queue import EngineDeadError, RequestFailedError
+from ttpu_serve.execution.errors import QueueFullError
 from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.execution.speculation import MOST_FAILURES, Speculation
 from ttpu_serve.speculative.ngram import NgramProposer
@@ -265,6 +268,10 @@ def test_a_call_keeps_the_outputs_of_prompts_beside_one_that_fails(llm: LLM, mon
     assert [output.outputs[0].token_ids for output in failed.value.outputs] == [expected, [], expected]
     assert [output.outputs[0].finish_reason for output in failed.value.outputs] == ["length", "error", "length"]
     assert [output.outputs[0].error for output in failed.value.outputs] == [None, failed.value.reason, None]
+    failed.value.add_note("a note")
+    for copied in (copy.copy(failed.value), pickle.loads(pickle.dumps(failed.value))):
+        assert (str(copied), copied.failed, copied.reason) == (str(failed.value), [1], failed.value.reason)
+        assert copied.outputs == failed.value.outputs and copied.__notes__ == ["a note"]
     with pytest.raises(PromptsFailedError, match=r"^this request met an error of the engine"):
         llm.generate(OTHER, bad)
     failing(monkeypatch, InFlight, "read_hidden", {2})
@@ -286,6 +293,42 @@ def test_a_prompt_that_is_refused_is_named_in_the_errors_note(llm: LLM) -> None:
     with pytest.raises(RequestError, match="at most 48") as refused:
         llm.generate([PROMPT, [*range(60)]], GREEDY)
     assert refused.value.__notes__ == ["This is about prompts[1] of 2 prompts."]
+    assert nothing_left(llm)
+
+
+def test_the_note_has_the_callers_words_for_a_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, add, search = [*range(60)], llm.engine.add, BeamSearchParams(beam_width=3, max_tokens=3)
+    for first, second, note in (
+        ([PROMPT, PROMPT], [OTHER, long], "This is about text_2[1] of 2 texts."),
+        (long, [PROMPT, OTHER], "This is about text_1."),
+    ):
+        with pytest.raises(RequestError, match="at most 48") as refused:
+            llm.score(first, second, pooling="mean")
+        assert refused.value.__notes__ == [note]
+
+    def refuse(name: str, ids: list[int], *given: Any, **more: Any) -> None:
+        if ids[: len(OTHER)] == OTHER and len(ids) > len(OTHER):
+            raise RequestError("this is refused: pass another.")
+        add(name, ids, *given, **more)
+
+    monkeypatch.setattr(llm.engine, "add", refuse)
+    with pytest.raises(RequestError, match="this is refused") as refused:
+        llm.beam_search([PROMPT, OTHER], search)
+    assert refused.value.__notes__ == ["This is about prompts[1] of 2 prompts."]
+    with pytest.raises(RequestError, match="a prompt") as refused:
+        llm.beam_search([PROMPT, {}], search)
+    assert refused.value.__notes__ == ["This is about prompts[1] of 2 prompts."]
+    assert nothing_left(llm)
+
+
+def test_a_full_queue_is_not_about_a_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise QueueFullError("2 requests wait: try again later.")
+
+    monkeypatch.setattr(llm.engine, "add", full)
+    with pytest.raises(QueueFullError) as refused:
+        llm.generate([PROMPT, OTHER], GREEDY)
+    assert not hasattr(refused.value, "__notes__")
     assert nothing_left(llm)
 
 

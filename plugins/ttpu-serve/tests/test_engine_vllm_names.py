@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -255,9 +256,7 @@ def test_an_engine_sleeps_at_vllms_first_level(llm: LLM) -> None:
         ({"block_size": 16, "page_size": 16}, "two names of one setting"),
     ],
 )
-def test_options_of_vllm_without_effect_are_refused_with_the_reason(
-    checkpoint: Path, option: Any, reason: str
-) -> None:
+def test_options_of_vllm_without_effect_are_refused_with_the_reason(checkpoint: Path, option: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         LLM(str(checkpoint), **option)
 
@@ -332,8 +331,36 @@ def test_an_adapter_is_loaded_when_a_request_names_it(
         monkeypatch.setattr(llm, "load_adapter", lambda name, path: (loaded.append(path), load(name, path)))
         asked = (later, later, LoRARequest("poet"), poet)
         found = [
-            [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, lora_request=one)]
-            for one in asked
+            [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, lora_request=one)] for one in asked
         ]
         assert found[0] == found[1] == found[2] != poem == found[3], "an adapter of another path is loaded"
         assert loaded == [later.lora_path, poet.lora_path]
+        add, inbox, lock = llm.engine.add, llm.engine.inbox, llm.engine.turns.lock
+
+        def replace_poet() -> None:
+            if lock.acquire(blocking=False):
+                load("poet", later.lora_path)
+                lock.release()
+
+        def add_late(*given: Any, **more: Any) -> None:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(replace_poet).result()
+            add(*given, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine, "add", add_late)
+            disturbed = llm.generate(PROMPTS, GREEDY, lora_request=poet)
+        assert [output.outputs[0].token_ids for output in disturbed] == poem, "other threads wait until all are added"
+
+        def inbox_late(names: Any) -> Any:
+            replace_poet()
+            return inbox(names)
+
+        search = BeamSearchParams(beam_width=2, max_tokens=3)
+        alone = llm.beam_search(PROMPTS, search, lora_request=poet)
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.engine, "inbox", inbox_late)
+            for one in (LoRARequest("poet"), poet):
+                found = llm.beam_search(PROMPTS, search, lora_request=one)
+                for output, expected in zip(found, alone, strict=True):
+                    assert [beam.tokens for beam in output.sequences] == [beam.tokens for beam in expected.sequences]

@@ -14,7 +14,8 @@ _SHOWN = 8
 
 
 class PromptsFailedError(TTPUError):
-    """The engine failed at some prompts of a call. It is raised when all other prompts have their outputs.
+    """The engine failed at some prompts of a call. It is raised when all other prompts have their outputs. An error of
+    a whole step, such as one of the devices, may be raised as it is instead.
 
     Args:
         outputs: the outputs of all prompts in their order. A failed one of `generate` has sequences with an `error`,
@@ -32,6 +33,9 @@ class PromptsFailedError(TTPUError):
             "`outputs` holds what there is of each prompt."
         )
         super().__init__(reason if len(outputs) == 1 else message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.outputs, self.failed, self.reason), self.__dict__
 
 
 class Collector:

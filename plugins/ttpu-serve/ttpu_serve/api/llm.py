@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,9 +23,13 @@ from ttpu_serve.api.lora_request import LoRARequest
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
 from ttpu_serve.api.template_variables import check_variables
 from ttpu_serve.execution.engine_core import EngineCore
+from ttpu_serve.execution.errors import QueueFullError
 from ttpu_serve.execution.input_processor import PromptInput
 from ttpu_serve.pair_scores import NO_CLASSES, check_embeds, cosine, paired
 from ttpu_serve.scheduling.request import AskedPooling
+
+_Asked = tuple[PromptInput, SamplingParams, dict[str, Any]]
+"""A prompt, its parameters, and options of `EngineCore.add`."""
 
 
 class LLM:
@@ -119,9 +124,7 @@ class LLM:
         self._default_sampling: dict[str, Any] = {}
         if not loaded and generation_config == "auto":
             asked, limits = default_sampling(str(model), options.get("revision")), self.engine.input_processor.limits
-            self._default_sampling = within(
-                asked, penalties=limits.penalties, sampling_level=limits.sampling_level
-            )
+            self._default_sampling = within(asked, penalties=limits.penalties, sampling_level=limits.sampling_level)
         self._numbers = itertools.count()
         self._adapter_paths = {name: _absolute(path) for name, path in (options.get("adapters") or {}).items()}
 
@@ -150,12 +153,14 @@ class LLM:
         Raises:
             RequestError: a prompt or a value cannot be served; no output is returned then.
             PromptsFailedError: the engine failed at some prompts; the error has the outputs of the others.
+            Exception: a whole step of the engine failed; no output is returned then.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("prompts or prompt_token_ids are needed, and not both: pass one of them.")
         asked = _prompts(prompt_token_ids if prompts is None else prompts)  # type: ignore[arg-type]
+        needed: dict[str, str] = {}
         if lora_request is not None:
-            adapter = self._adapters_of(lora_request, adapter)
+            adapter, needed = self._adapters_of(lora_request, adapter)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _each("sampling_params", sampling_params, len(asked))
@@ -172,6 +177,8 @@ class LLM:
                 (prompt, own, {"adapter": name, "priority": rank})
                 for prompt, own, name, rank in zip(asked, params, adapters, priorities, strict=True)
             ],
+            _places("prompts", len(asked), "prompts"),
+            needed,
             show=use_tqdm,
         )
         outputs = [collector.output for collector in collectors]
@@ -255,13 +262,10 @@ class LLM:
         Raises:
             RequestError: `pooling` is unknown, the checkpoint declares another, or a prompt cannot be served.
             PromptsFailedError: the engine failed at some prompts; the error has the embeddings of the others.
+            Exception: a whole step of the engine failed; no embedding is returned then.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        requests = [(prompt, params, {"pooling": pooling, "adapter": adapter}) for prompt in _prompts(prompts)]
-        collectors = self._run(requests, show=use_tqdm)
-        outputs = [collector.embedding for collector in collectors]
-        check_all(collectors, outputs)
-        return [output for output in outputs if output is not None]
+        asked = _prompts(prompts)
+        return self._embed(asked, _places("prompts", len(asked), "prompts"), pooling, adapter, show=use_tqdm)
 
     def encode(
         self,
@@ -304,7 +308,9 @@ class LLM:
         check_embeds(self.engine, pooling)
         first, second = _prompts(text_1), _prompts(text_2)
         pairs = paired(len(first), len(second))
-        found = self.embed([*first, *second], pooling=pooling or "auto", adapter=adapter, use_tqdm=use_tqdm)
+        lists = (("text_1", first), ("text_2", second))
+        places = [place or name for name, texts in lists for place in _places(name, len(texts), "texts")]
+        found = self._embed([*first, *second], places, pooling or "auto", adapter, show=use_tqdm)
         both = ((found[one], found[len(first) + other]) for one, other in pairs)
         return [
             ScoreOutput(f"{one.request_id}_{other.request_id}", cosine(one.embedding, other.embedding))
@@ -332,7 +338,8 @@ class LLM:
         Args:
             prompts: one prompt or several.
             params: width, length and ranking.
-            lora_request: an adapter for all of them.
+            lora_request: an adapter for all of them. If another thread replaces it during the search, it is loaded
+                again for the next step.
             use_tqdm: show a bar for each step.
 
         Raises:
@@ -344,9 +351,12 @@ class LLM:
                 f"params is {params!r}, but BeamSearchParams are needed: pass BeamSearchParams(beam_width=..., "
                 "max_tokens=...)."
             )
-        adapter = None if lora_request is None else self._adapters_of(lora_request, None)
+        adapter, needed = (None, {}) if lora_request is None else self._adapters_of(lora_request, None)
+        for name, path in needed.items():  # all steps use the adapter that is loaded now
+            needed[name] = path or self._adapter_paths.get(name, "")
         asked = _prompts(prompts)
-        ids = [self.engine.token_ids(prompt) for prompt in asked]
+        places = _places("prompts", len(asked), "prompts")
+        ids = [self._ids_of(prompt, place) for prompt, place in zip(asked, places, strict=True)]
         limits = self.engine.runner.limits
         most = limits.max_model_len - max(map(len, ids), default=0)
         if params.max_tokens > most:
@@ -356,15 +366,18 @@ class LLM:
             )
         stop_ids = self.engine.input_processor.stop_ids
 
-        def next_tokens(given: list[list[int]], places: list[int], params: SamplingParams) -> list[RequestOutput]:
-            sequences: list[PromptInput] = [
-                {"prompt_token_ids": tokens, "cache_salt": _salt_of(asked[place])}
-                for tokens, place in zip(given, places, strict=True)
+        def next_tokens(given: list[list[int]], numbers: list[int], params: SamplingParams) -> list[RequestOutput]:
+            sequences: list[_Asked] = [
+                ({"prompt_token_ids": tokens, "cache_salt": _salt_of(asked[number])}, params, {"adapter": adapter})
+                for tokens, number in zip(given, numbers, strict=True)
             ]
+            collectors = self._run(sequences, [places[number] for number in numbers], needed, show=use_tqdm)
+            outputs = [collector.output for collector in collectors]
             try:
-                return self.generate(sequences, params, adapter=adapter, use_tqdm=use_tqdm)
+                check_all(collectors, outputs)
             except PromptsFailedError as error:
                 raise TTPUError(error.reason) from error
+            return outputs
 
         found = beam_search(ids, params, next_tokens, stop_ids, limits.max_logprobs)
         if (tokenizer := self.get_tokenizer()) is not None:
@@ -446,9 +459,11 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _adapters_of(self, asked: LoRARequest | Sequence[LoRARequest | None], adapter: Any) -> Any:
-        """Load the adapters of vLLM's requests that are not loaded, or that were loaded from another path; return their
-        names."""
+    def _adapters_of(
+        self, asked: LoRARequest | Sequence[LoRARequest | None], adapter: Any
+    ) -> tuple[Any, dict[str, str]]:
+        """Check vLLM's requests of adapters. Return the names of the adapters, one or one for each prompt, and for each
+        name the path, which is "" for an adapter that must be loaded already."""
         if adapter is not None:
             raise RequestError("adapter and lora_request were both given, two names of one setting: pass one of them.")
         several = isinstance(asked, list | tuple)
@@ -457,50 +472,84 @@ class LLM:
         for one in requests:
             if one is not None and not isinstance(one, LoRARequest):
                 raise RequestError(f"lora_request holds {one!r}, but a LoRARequest is needed: pass one.")
-            if one is not None and one.lora_path:
-                known = paths.setdefault(one.lora_name, one.lora_path)
-                if _absolute(known) != _absolute(one.lora_path):
+            if one is not None:
+                known = paths.get(one.lora_name) or one.lora_path
+                paths[one.lora_name] = known
+                if one.lora_path and _absolute(known) != _absolute(one.lora_path):
                     raise RequestError(
                         f"lora_request has the adapter {one.lora_name!r} at {known!r} and at {one.lora_path!r}, but "
                         "adapters of one call are told apart by their names: give each its own lora_name."
                     )
-        for one in requests:
-            if one is not None:
-                self._load_asked(one.lora_name, paths.get(one.lora_name))
         if isinstance(asked, LoRARequest):
-            return asked.lora_name
-        return [None if one is None else one.lora_name for one in asked]
+            return asked.lora_name, paths
+        return [None if one is None else one.lora_name for one in asked], paths
 
-    def _load_asked(self, name: str, path: str | None) -> None:
+    def _load_asked(self, name: str, path: str) -> None:
         """Load an adapter, unless it was loaded from this path already; without a path it must be loaded."""
-        with self.engine.turns.lock:  # one thread loads it
-            if name in self.engine.adapters and (not path or self._adapter_paths.get(name) == _absolute(path)):
-                return
-            if not path:
-                raise RequestError(
-                    f"the adapter {name!r} was asked for, but it is not loaded, and its lora_path is empty: give the "
-                    "directory."
-                )
-            self.load_adapter(name, path)
+        if name in self.engine.adapters and (not path or self._adapter_paths.get(name) == _absolute(path)):
+            return
+        if not path:
+            raise RequestError(
+                f"the adapter {name!r} was asked for, but it is not loaded, and its lora_path is empty: give the "
+                "directory."
+            )
+        self.load_adapter(name, path)
+
+    def _embed(
+        self,
+        prompts: list[PromptInput],
+        places: Sequence[str | None],
+        pooling: AskedPooling,
+        adapter: str | None,
+        *,
+        show: bool,
+    ) -> list[EmbeddingOutput]:
+        """Return embeddings of prompts; see `embed`. `places`: as for `_run`."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        requests: list[_Asked] = [(prompt, params, {"pooling": pooling, "adapter": adapter}) for prompt in prompts]
+        collectors = self._run(requests, places, {}, show=show)
+        outputs = [collector.embedding for collector in collectors]
+        check_all(collectors, outputs)
+        return [output for output in outputs if output is not None]
+
+    def _ids_of(self, prompt: PromptInput, place: str | None) -> list[int]:
+        with self._noted(place):
+            return self.engine.token_ids(prompt)
+
+    @contextmanager
+    def _noted(self, place: str | None) -> Iterator[None]:
+        """Add a note that names the prompt to a refusal. A full queue and a closed engine are not about a prompt."""
+        try:
+            yield
+        except RequestError as error:
+            if place is not None and not isinstance(error, QueueFullError) and not self.engine.closed:
+                error.add_note(f"This is about {place}.")
+            raise
 
     def _run(
-        self, requests: list[tuple[PromptInput, SamplingParams, dict[str, Any]]], *, show: bool
+        self, requests: list[_Asked], places: Sequence[str | None], needed: Mapping[str, str], *, show: bool
     ) -> list[Collector]:
         """Serve requests until all have finished or failed. On an error of the call itself, such as Ctrl-C or a prompt
-        that cannot be served, abort those that are left."""
+        that cannot be served, abort those that are left.
+
+        Args:
+            requests: prompts, parameters and options of `EngineCore.add`.
+            places: for each request, the caller's words for its prompt; None adds no note to its refusal.
+            needed: adapters and their paths, as `_adapters_of` returns them.
+            show: show a progress bar.
+        """
+        read = [self._ids_of(prompt, place) for (prompt, _, _), place in zip(requests, places, strict=True)]
         names = [str(next(self._numbers)) for _ in requests]
         collectors: dict[str, Collector] = {}
         with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
-            for number, (name, (prompt, params, options)) in enumerate(zip(names, requests, strict=True)):
-                try:
-                    ids = self.engine.token_ids(prompt)
-                    self.engine.add(name, ids, params, cache_salt=_salt_of(prompt), **options)
-                except RequestError as error:
-                    if len(requests) > 1:
-                        error.add_note(f"This is about prompts[{number}] of {len(requests)} prompts.")
-                    raise
-                sequences = 1 if options.get("pooling") else params.n
-                collectors[name] = Collector(name, _text_of(prompt), ids, sequences)
+            with self.engine.turns.lock:  # no other thread replaces an adapter before all requests are added
+                for adapter, path in needed.items():
+                    self._load_asked(adapter, path)
+                for name, ids, place, (prompt, params, options) in zip(names, read, places, requests, strict=True):
+                    with self._noted(place):
+                        self.engine.add(name, ids, params, cache_salt=_salt_of(prompt), **options)
+                    sequences = 1 if options.get("pooling") else params.n
+                    collectors[name] = Collector(name, _text_of(prompt), ids, sequences)
             left = len(collectors)
             while left:
                 for delta in inbox.take():
@@ -510,6 +559,11 @@ class LLM:
                         left -= 1
                         advance()
         return list(collectors.values())
+
+
+def _places(name: str, count: int, kind: str) -> list[str | None]:
+    """Return words for each of several prompts, by which an error's note names them; a single one needs none."""
+    return [f"{name}[{number}] of {count} {kind}" for number in range(count)] if count > 1 else [None] * count
 
 
 def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
