@@ -339,8 +339,10 @@ def test_an_adapter_is_loaded_when_a_request_names_it(
 
         def replace_poet() -> None:
             if lock.acquire(blocking=False):
-                load("poet", later.lora_path)
-                lock.release()
+                try:
+                    load("poet", later.lora_path)
+                finally:
+                    lock.release()
 
         def add_late(*given: Any, **more: Any) -> None:
             with ThreadPoolExecutor(1) as other:
