@@ -78,6 +78,13 @@ def test_a_key_that_cannot_matter_is_said_so_with_the_reason() -> None:
     }  # fmt: skip
 
 
+def test_keys_of_a_section_may_be_said_not_to_matter_by_dotted_names() -> None:
+    config = ModelConfig.from_dict({"part": {"a": 1, "b": 2}})
+    config.does_not_matter("part.a", because="no layer has it").section("part")
+    assert keys_ignored(config) == ("part.b",)
+    assert config.keys_without_effect == {"part.a": "no layer has it"}
+
+
 def test_a_key_cannot_be_said_not_to_matter_without_a_reason() -> None:
     with pytest.raises(ValueError, match="without a reason"):
         ModelConfig.from_dict(LLAMA).does_not_matter("derived", because=" ")

@@ -221,7 +221,7 @@ class ModelConfig:
         old files, or without effect in transformers. They count as read, with everything inside them.
 
         Args:
-            keys: names of keys, whether the file writes them or not.
+            keys: names of keys, whether the file writes them or not; dotted inside a section (`attn_config.alibi`).
             because: the reason, in a few words, for whoever reads the plugin or `ttpu info --json`.
 
         Raises:
@@ -230,7 +230,8 @@ class ModelConfig:
         if not because.strip():
             raise ValueError(f"{keys!r} were said not to matter without a reason: pass because=...")
         for key in (keys,) if isinstance(keys, str) else keys:
-            self._without_effect[(*self._path, key)] = because
+            for names in ((key,), tuple(key.split("."))):  # a dot may be in the name of a key, or lead into a section
+                self._without_effect[(*self._path, *names)] = because
         return self
 
     @property
