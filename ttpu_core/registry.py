@@ -235,7 +235,7 @@ class Registry:
                 f"{record.name!r} needs the plugin {record.distribution} {record.version}, but {sentence(reason)} "
                 f"Reinstall or update {record.distribution}, or exclude it with {DENY_VARIABLE}={record.distribution}."
             ) from error
-        if record.group in (ARCHITECTURES, PATCH_PACKS):
+        if record.group in (ARCHITECTURES, PATCH_PACKS) and record.state != "loaded":
             self._register(_new_manager(), record, loaded)
         self._records[record.key] = replace(record, state="loaded", reason="")
         return loaded
