@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, context_settings=CONTEXT_SETTINGS, pretty_exceptions_enable=False)
 
-SECRET = ("KEY", "TOKEN")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 """Ends of the names of variables whose values are not printed."""
 
 WHERE, FILES, PROCESSES = "Where", "Files for other launchers", "Processes"
