@@ -19,13 +19,12 @@ class Verification:
     Args:
         task: the program's task.
         peak_bytes: peak memory on one device; None if the compiler refused the program.
-        seconds: estimate from the compiler's schedule, suitable for comparing programs.
+        seconds: estimate from the compiler's schedule, with kernels and HBM shared; suitable for comparing programs.
         collectives: kind of collective, number of executions, and bytes of all results on one device.
         compile_seconds: duration of the compilation.
         compiler: name and version of the compiler.
         refused: the reason for a refusal, else "".
         cached: whether the result comes from the cache.
-        kernel_seconds: the least time of kernels that `seconds` counts as no time.
     """
 
     task: str
@@ -36,4 +35,3 @@ class Verification:
     compiler: str
     refused: str = ""
     cached: bool = False
-    kernel_seconds: float = 0.0

@@ -66,7 +66,7 @@ class Compiler:
         self._note({"topology": topology, "formats": architecture.spec.kernel_formats, **options})
         one = type("One", (), {"op": "all-reduce", "count": 5, "result_bytes": 640})()
         report = {"task": options["task"], "peak_bytes": 2**20, "total_seconds": 0.5, "compile_seconds": 2.0}
-        return type("Report", (), {**report, "collectives": (one,), "kernel_seconds": 0.25})()
+        return type("Report", (), {**report, "collectives": (one,), "predicted_seconds": 0.25})()
 
     def step(
         self, architecture: Architecture, topology: str, mesh: dict[str, int], strategy: Strategy, workload: Workload
@@ -74,7 +74,7 @@ class Compiler:
         asked: dict[str, Any] = {"batch": workload.batch, "context": workload.context, "step": workload.step}
         asked["formats"] = architecture.spec.kernel_formats
         self._note({"topology": topology, "mesh": mesh, "strategy": strategy, **asked})
-        return ProgramFigures(2**20, 0, 0, 0, 0.5, 2.0, (("all-reduce", 5, 640),), 1, 0, 0.25)
+        return ProgramFigures(2**20, 0, 0, 0, 0.25, 2.0, (("all-reduce", 5, 640),), 1, 0, 0.125, total_seconds=0.5)
 
     def _note(self, asked: dict[str, Any]) -> None:
         self.asked.append(asked)

@@ -623,5 +623,4 @@ def _compiled_table(verified: Verified) -> Table:
 def _compiled_words(one: Verification) -> str:
     exchanged = ", ".join(f"{counted(count, op)} ({in_bytes(size)})" for op, count, size in one.collectives)
     when = "compiled before" if one.cached else f"compiled in {one.compile_seconds:.0f} s"
-    kernels = f"; kernels take at least {in_milliseconds(one.kernel_seconds)} more" if one.kernel_seconds else ""
-    return f"{exchanged or 'nothing'}{kernels}; {when} by {one.compiler}"
+    return f"{exchanged or 'nothing'}; {when} by {one.compiler}"

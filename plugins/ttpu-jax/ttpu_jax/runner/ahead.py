@@ -49,7 +49,7 @@ class ProgramFigures:
     device's results). `seconds` are predicted; they leave out the `kernels` (calls of Pallas kernels), and count one
     iteration of each of the `open_loops`, whose trip counts depend on the requests. `kernel_seconds` is the least time
     of the kernels that state their FLOPs and bytes; those of attention state what sequences as long as they may be
-    take."""
+    take. `total_seconds` are predicted with kernels, and with HBM shared (`ScheduleEstimate`)."""
 
     peak_bytes: int
     argument_bytes: int
@@ -61,6 +61,7 @@ class ProgramFigures:
     kernels: int
     open_loops: int
     kernel_seconds: float
+    total_seconds: float
 
     @property
     def counts_all(self) -> bool:
@@ -86,6 +87,7 @@ class ProgramFigures:
             kernels=program.hlo_text.count(KERNEL),
             open_loops=len(program.estimate.loops_without_trip_count),
             kernel_seconds=program.estimate.kernel_seconds,
+            total_seconds=program.estimate.total_seconds,
         )
 
     def to_dict(self) -> dict[str, Any]:

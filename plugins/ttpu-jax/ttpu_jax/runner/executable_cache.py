@@ -22,7 +22,7 @@ from ttpu_jax.runner.compilation_cache import host, is_closed, programs_folder
 
 log = logging.getLogger("ttpu.engine")
 
-FORMAT = "ttpu-program-2"
+FORMAT = "ttpu-program-3"
 COMPILERS = ("jax", "jaxlib", "libtpu")
 
 

@@ -109,8 +109,7 @@ def _of_step(architecture: Architecture, plan: Plan, workload: Workload) -> Veri
     return Verification(
         task=workload.task,
         peak_bytes=figures.peak_bytes,
-        seconds=figures.seconds,
-        kernel_seconds=figures.kernel_seconds,
+        seconds=figures.total_seconds,
         collectives=figures.collectives,
         compile_seconds=figures.compile_seconds,
         compiler=_compiler(),
