@@ -135,6 +135,16 @@ def parse_mesh(text: str) -> dict[str, int]:
     return dict(_in_order(_axes(text)[0]))
 
 
+def parse_slices(text: str) -> dict[str, int]:
+    """The slices along each axis of a mesh written as "dcn.data=2,tensor=4", in the order of `MESH_AXES`; those of a
+    mesh that names none are an empty dict.
+
+    Raises:
+        UnsupportedError: as for `parse_mesh`.
+    """
+    return dict(_in_order(_axes(text)[1]))
+
+
 def parse_rules(text: str) -> dict[str, tuple[str, ...] | None]:
     """Rules written as "expert=data+tensor,embed=none": logical axes, each with the mesh axes that shard it.
 

@@ -374,6 +374,9 @@ class TestCommand:
             (("--topology", "v5e:2x4", "--dtype", "int3"), "float32, bfloat16, float16"),
             (("--topology", "v5e:2x4", "--sharding-rules", "mlp"), "'mlp' in them is not a logical axis"),
             (("--topology", "v5e:2x4", "--sharding-rules", "heads=tensor"), "logical axis 'heads'"),
+            (("--topology", "v5e:2x4", "--task", "train", "--quantization", "w4a16-g128"), "they are not trained"),
+            (("--topology", "v5e:2x4", "--experts", "few"), "no layer of llama has experts"),
+            (("--topology", "v5e:2x4", "--mesh", "dcn.tensor=2,tensor=4"), "slices"),
         ],
     )
     def test_what_cannot_be_compiled_is_an_error_in_one_sentence(
@@ -399,6 +402,25 @@ class TestCommand:
         assert asked["strategy"] == strategy_with({"expert": ("data", "tensor"), "embed": None})
         self.run(config, "--topology", "v5e:2x4")
         assert (asked["experts"], asked["strategy"]) == ("auto", DEFAULT_STRATEGY)
+
+    def test_slices_lie_along_the_axes_that_were_asked_for(self, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[dict[str, Any]] = []
+
+        def stand_in(_: Architecture, *names: object, **options: object) -> None:
+            asked.append(options)
+            raise RequestError("that is enough")
+
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+        for mesh in ("dcn.tensor=2,data=2,tensor=4", "data=2,tensor=8"):
+            self.run(config, "--topology", "2*v6e:2x4", "--mesh", mesh)
+        assert [one["mesh"] for one in asked] == [{"data": 2, "tensor": 8}] * 2
+        assert [one.get("slices") for one in asked] == [{"tensor": 2}, None]
+
+    def test_slices_of_a_model_without_a_plugin_are_refused(self, config: Path) -> None:
+        config.write_text(json.dumps({"model_type": "xglm", "d_model": 64, "attention_heads": 2, "num_layers": 1}))
+        error = self.run(config, "--topology", "2*v6e:2x4", "--mesh", "dcn.data=2,tensor=8").exception
+        assert isinstance(error, RequestError)
+        assert "leave out what begins with dcn." in str(error)
 
     def test_a_plans_mesh_and_rules_are_compiled(
         self, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -367,3 +367,19 @@ def test_offline_commands_answer_every_token_asked_for(command: str, checkpoint:
     results = document["results"]
     assert (results["requests"], results["prompt_tokens"], results["output_tokens"]) == (3, 15, 12)
     assert len(results["seconds"]) == 2 and document["machine"]["devices"]["platform"] == "cpu"
+
+
+def test_conversations_of_a_dataset_are_rendered_with_the_checkpoints_template(tmp_path: Path) -> None:
+    folder, dataset = tiny.llama_checkpoint(tmp_path / "llama"), tmp_path / "chats.jsonl"
+    tiny.write_tokenizer(folder)
+    rows: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": "hello"}]}, {"prompt": [1, 2]}]
+    dataset.write_text("\n".join(map(json.dumps, rows)))
+    small = ("--max-num-seqs", "2", "--max-model-len", "64", "--max-num-batched-tokens", "32", "--output-tokens", "2")
+    asked = ("throughput", str(folder), "--dataset", str(dataset), "--num-prompts", "2", *small)
+    refused = run(*asked).exception
+    assert isinstance(refused, RequestError) and "chat template" in str(refused)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}!")
+    result = run(*asked, "--warmups", "0", "--rounds", "1", "--json")
+    assert result.exit_code == 0, result.exception
+    read = len(load_tokenizer(str(folder)).encode("hello!", add_special_tokens=False)) + 2
+    assert json.loads(result.stdout)["results"]["prompt_tokens"] == read

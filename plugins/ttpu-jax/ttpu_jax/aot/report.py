@@ -20,7 +20,7 @@ from ttpu_core.quantization import QuantizationConfig, quantize_architecture
 from ttpu_core.quantization.report import stored_formats
 from ttpu_core.sharding.strategy import Strategy, usual_strategy
 from ttpu_core.sharding.training_state import Recomputation
-from ttpu_core.spec import ArchitectureSpec, axes
+from ttpu_core.spec import ArchitectureSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
 from ttpu_core.spec.parameters import GROUPS, LAYERS, SHARED
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
@@ -213,6 +213,15 @@ def compile_report(
     config = None if quantization is None else QuantizationConfig.read(quantization)
     spec = quantize_architecture(architecture, config).spec
     check_supported(spec)
+    if task == "train" and spec.kernel_formats:
+        raise RequestError(
+            f"a training step of {spec.model_type} with quantized weights was asked for, but they are not trained: "
+            "leave the quantization out, or take a checkpoint that is not quantized."
+        )
+    if experts != "auto" and not any(isinstance(layer.mlp, MoESpec) for layer in spec.layers):
+        raise RequestError(
+            f"experts {experts!r} was asked for, but no layer of {spec.model_type} has experts: leave it out."
+        )
     kind = model_dtype(dtype, platform="tpu")
     topology = tpu_topology(topology_name)
     axis = "fsdp" if task == "train" else "tensor"

@@ -188,7 +188,7 @@ def compile_report(
     """
     from ttpu_core.errors import RequestError
     from ttpu_core.pictures import check_picture
-    from ttpu_core.sharding.parallelism import parse_mesh
+    from ttpu_core.sharding.parallelism import parse_mesh, parse_slices
     from ttpu_jax.optimizations import left_out_by
 
     if picture is not None:
@@ -204,7 +204,8 @@ def compile_report(
         raise RequestError(
             f"--prefill was given, but it has no effect with --task {task.value}: add --task prefill, or leave it out."
         )
-    axes = parse_mesh(mesh) if mesh else None
+    layout: dict[str, Any] = {} if plan else {"mesh": parse_mesh(mesh) if mesh else None}
+    slices = parse_slices(mesh) if mesh else {}
     options = {
         "layers": layers.value,
         "attn_implementation": attn_implementation,
@@ -226,7 +227,13 @@ def compile_report(
         wanted.append(("train", batch, context))
     left_out = left_out_by([program for program, *_ in wanted], without)
     reports = []
-    layout = {} if plan else {"mesh": axes}
+    if slices and not described:
+        raise RequestError(
+            f"--mesh {mesh} was given, but no plugin describes this model type, and transformers' own code is compiled "
+            "without a choice of how slices lie along axes: leave out what begins with dcn."
+        )
+    if slices:
+        layout["slices"] = slices
     for name in topology:
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):

@@ -3,7 +3,7 @@ server."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -13,7 +13,11 @@ from ttpu_serve.cli import bench_options
 from ttpu_serve.cli.bench_options import WORKLOAD, EngineOptions, ResultOptions, WorkloadOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ttpu import LLM
     from ttpu_serve.bench.offline import OfflineSummary
+    from ttpu_serve.bench.workload import Prompt
 
 
 @with_option_groups
@@ -66,6 +70,25 @@ def latency(
     _offline("latency", checkpoint, workload, engine, warmups, rounds, results)
 
 
+def _input(llm: LLM, prompt: Prompt) -> Any:
+    """What `LLM.generate` takes for a prompt. Conversations are rendered here, before anything is measured.
+
+    Raises:
+        MissingDependencyError: a conversation, and the checkpoint has no tokenizer.
+        RequestError: a conversation, and there is no chat template, or it refuses the messages.
+    """
+    from ttpu_core.generation.chat_template import chat_text
+
+    if isinstance(prompt.content, str):
+        return prompt.content
+    if prompt.is_ids:
+        return list(prompt.content)
+    tokenizer = llm.get_tokenizer()
+    text = chat_text(tokenizer, cast("Sequence[Mapping[str, Any]]", prompt.content))
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return {"prompt": text, "prompt_token_ids": ids}
+
+
 def _offline(
     name: str,
     checkpoint: str,
@@ -83,8 +106,7 @@ def _offline(
 
     llm = LLM(checkpoint, **engine.arguments())
     prompts = workload.prompts(vocab_size=llm.engine.vocab_size)
-    contents = [prompt.content for prompt in prompts]
-    asked: list[Any] = [content if isinstance(content, str) else list(content) for content in contents]
+    asked = [_input(llm, prompt) for prompt in prompts]
     params = [
         SamplingParams(temperature=0.0, max_tokens=prompt.max_tokens, ignore_eos=True, detokenize=False)
         for prompt in prompts
