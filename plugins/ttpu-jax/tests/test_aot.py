@@ -235,6 +235,16 @@ class TestEstimate:
     def test_a_kernel_without_an_estimate_is_reported(self) -> None:
         assert schedule.estimate(LOOP, "v5e").unmodelled == (schedule.Unmodelled("kernel", "custom-call", 1),)
 
+    def test_what_is_sent_to_another_slice_is_reported_without_an_estimate(self) -> None:
+        handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+        attributes = f"is_host_transfer=true, frontend_attributes={{{handler}}}"
+        text = entry(
+            "%t = token[] after-all()",
+            f"%s = (f32[8], u32[], token[]) send(%p, %t), channel_id=1, {attributes}",
+            f"%d = token[] send-done(%s), channel_id=1, {attributes}",
+        )
+        assert schedule.estimate(text, "v5e").unmodelled == (schedule.Unmodelled("s", "send", 1),)
+
     def test_the_cost_that_a_kernel_states_gives_its_least_time_apart(self) -> None:
         cost = 'backend_config={"cost_estimate":{"flops":"%d","transcendentals":"0","bytes_accessed":"%d"}}'
         text = entry(

@@ -292,6 +292,31 @@ def test_whole_modules_and_biases_are_trained_beside_adapters(tmp_path: Path, mo
     assert files() == written
 
 
+@pytest.mark.torch
+def test_peft_reads_trained_biases_and_its_own_are_trained_on(tmp_path: Path) -> None:
+    """Of modules that have an adapter, and of those that have none."""
+    peft, torch, transformers = (pytest.importorskip(name) for name in ("peft", "torch", "transformers"))
+    folder = tmp_path / "qwen2"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen2Config(vocab_size=259, num_hidden_layers=2, **sizes)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    settings = AdapterSettings(("q_proj", "v_proj"), r=2, bias="all")
+    one = runner(folder, settings)
+    trained(one, 0, 3)
+    one.save_pretrained(tmp_path / "trained", "float32")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "trained").eval()
+    biases = {name: value for name, value in read.named_parameters() if name.endswith(".bias")}
+    assert len(biases) == 6 and all(value.abs().max() > 0 for value in biases.values())
+    ours = one.predict(batch(0))[1]
+    with torch.no_grad():
+        logits = read(torch.tensor(batch(0).tokens).long()).logits.numpy()
+    np.testing.assert_allclose(ours, logits, atol=2e-5)
+    read.save_pretrained(tmp_path / "pefts")
+    begun = runner(folder, replace(settings, start=str(tmp_path / "pefts")))
+    np.testing.assert_allclose(begun.predict(batch(0))[1], ours, atol=1e-5)
+
+
 def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"'c_attn' was asked for.*use down_proj, gate_proj, k_proj, o_proj, q_proj"):
         runner(checkpoint, replace(LORA, target_modules=("c_attn",)))

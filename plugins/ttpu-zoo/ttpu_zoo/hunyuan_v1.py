@@ -33,6 +33,7 @@ def ttpu_config(config: ModelConfig) -> ModelConfig:
     """The config with the names and defaults of the types' config classes. The sizes that define a model are
     required."""
     config.does_not_matter(("eod_token_id", "sep_token_id"), because="they are ids of the tokenizer")
+    config.does_not_matter(("use_qk_norm",), because="transformers norms the heads of queries and keys always")
     config = config.with_defaults(CONFIG_DEFAULTS)
     if config.model_type == "hunyuan_v1_dense":
         return config

@@ -296,6 +296,8 @@ class _Walk:
             self._fetch(instruction, clocks)
         elif op == "custom-call" and instruction.name.startswith(FETCH_END):
             self._fetched(instruction, clocks, count, ledger)
+        elif op == "send":  # to another slice, by the hosts
+            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, part=instruction.part))
         elif op in _WORK_WITHOUT_FUSION or (
             op == "custom-call" and not FREE_CUSTOM_CALL.search(instruction.attributes)
         ):

@@ -204,8 +204,7 @@ def compile_report(
         raise RequestError(
             f"--prefill was given, but it has no effect with --task {task.value}: add --task prefill, or leave it out."
         )
-    layout: dict[str, Any] = {} if plan else {"mesh": parse_mesh(mesh) if mesh else None}
-    slices = parse_slices(mesh) if mesh else {}
+    axes, slices = (parse_mesh(mesh), parse_slices(mesh)) if mesh else (None, {})
     options = {
         "layers": layers.value,
         "attn_implementation": attn_implementation,
@@ -226,14 +225,15 @@ def compile_report(
     if task is TaskChoice.train:
         wanted.append(("train", batch, context))
     left_out = left_out_by([program for program, *_ in wanted], without)
-    reports = []
     if slices and not described:
         raise RequestError(
             f"--mesh {mesh} was given, but no plugin describes this model type, and transformers' own code is compiled "
             "without a choice of how slices lie along axes: leave out what begins with dcn."
         )
+    layout: dict[str, Any] = {} if plan else {"mesh": axes}
     if slices:
         layout["slices"] = slices
+    reports = []
     for name in topology:
         for program, rows, slots in wanted:
             with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):

@@ -80,8 +80,9 @@ def write_adapter(
     assert identity is not None
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {f"{PREFIX}{name}": value for name, value in _whole_tensors(identity, arrays, architecture).items()}
-        tensors |= _low_rank_tensors(identity, arrays)
+        tensors = _low_rank_tensors(identity, arrays)
+        for name, value in _whole_tensors(identity, arrays, architecture).items():
+            tensors[_name_beside_adapters(name, tensors)] = value
         written = {name: np.ascontiguousarray(value.astype(kind)) for name, value in tensors.items()}
         config = {**identity["peft_config"], "base_model_name_or_path": identity["base_path"]}
         with staging_folder(folder) as staging:
@@ -122,7 +123,7 @@ def read_adapter(
         for path in adapters.whole:
             found[path] = np.empty(rules[path].result_shape, np.float32)
             try:
-                gather(rules[path], lambda name: tensors[f"{PREFIX}{name}"], found[path])
+                gather(rules[path], lambda name: tensors[_name_beside_adapters(name, tensors)], found[path])
             except KeyError as missing:
                 raise CheckpointError(
                     f"the adapter {folder} was to be trained on, but it has no {missing}, which peft_config's "
@@ -244,6 +245,13 @@ def _whole_tensors(
     stacked = stack_layers(architecture.mapping, architecture.spec)
     chosen = tuple((path, stacked[path]) for path in identity["whole"])
     return export_tensors(FlaxMapping(chosen), {path: arrays[path] for path, _ in chosen})
+
+
+def _name_beside_adapters(name: str, tensors: Mapping[str, Any]) -> str:
+    """What peft calls a tensor of the base model in a file of adapters. A module that has an adapter holds its own
+    tensors, such as its bias, in `base_layer`."""
+    module, _, kind = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{kind}" if f"{PREFIX}{module}.{A}.weight" in tensors else f"{PREFIX}{name}"
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:

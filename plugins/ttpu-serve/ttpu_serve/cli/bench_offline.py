@@ -70,23 +70,20 @@ def latency(
     _offline("latency", checkpoint, workload, engine, warmups, rounds, results)
 
 
-def _input(llm: LLM, prompt: Prompt) -> Any:
+def _input(llm: LLM, prompt: Prompt) -> str | list[Any]:
     """What `LLM.generate` takes for a prompt. Conversations are rendered here, before anything is measured.
 
     Raises:
         MissingDependencyError: a conversation, and the checkpoint has no tokenizer.
         RequestError: a conversation, and there is no chat template, or it refuses the messages.
     """
-    from ttpu_core.generation.chat_template import chat_text
+    from ttpu_core.generation.chat_template import chat_tokens
 
     if isinstance(prompt.content, str):
         return prompt.content
     if prompt.is_ids:
         return list(prompt.content)
-    tokenizer = llm.get_tokenizer()
-    text = chat_text(tokenizer, cast("Sequence[Mapping[str, Any]]", prompt.content))
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return {"prompt": text, "prompt_token_ids": ids}
+    return chat_tokens(llm.get_tokenizer(), cast("Sequence[Mapping[str, Any]]", prompt.content))
 
 
 def _offline(
