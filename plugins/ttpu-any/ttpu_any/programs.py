@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -115,7 +116,7 @@ class StockPrograms(Programs):
         self.spec = cast(Any, spec)
         self.runtime = Runtime(placement)
         self.on_compile = on_compile
-        self.compiles, self.compile_seconds = 0, 0.0
+        self.compiles, self._of_thread = 0, threading.local()
         self._params = params
         self._seen = placement.read_by_host()
         self._programs = {}

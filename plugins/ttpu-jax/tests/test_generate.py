@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,32 @@ def test_a_stream_left_early_disturbs_no_other(model: Any) -> None:
     both = [model.stream(text, max_new_tokens=12, ignore_eos=True) for text in ("The quick", "Another")]
     events = list(zip(*both, strict=True))
     assert ["".join(event.text for event in column) for column in zip(*events, strict=True)] == expected
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_calls_of_several_threads_keep_their_own_timings(tmp_path: Path, beams: int) -> None:
+    """A call used to hand out the timings of another that began after it, and to take that one's compiling for its
+    own."""
+    model = AutoModelForTPU.from_pretrained(llama_checkpoint(tmp_path / "llama"))
+    model.generate(PROMPT, max_new_tokens=6, ignore_eos=True, num_beams=beams, stopping_criteria=[lambda *_: False])
+
+    def timings(prompt: list[int], tokens: int, **arguments: Any) -> Any:
+        arguments |= {"max_new_tokens": tokens, "ignore_eos": True, "return_dict_in_generate": True}
+        return model.generate(prompt, **arguments).timings
+
+    inner: list[Any] = []
+    with ThreadPoolExecutor(1) as other:
+
+        def calls(*_: Any) -> bool:
+            if not inner:  # of another shape, so that it compiles
+                inner.append(other.submit(timings, PROMPT * 4, 3).result())
+            return False
+
+        outer = timings(PROMPT, 6, num_beams=beams, stopping_criteria=[calls])
+    assert inner[0].prefill_tokens == 4 * len(PROMPT) and inner[0].decode_tokens == 2
+    assert inner[0].compile_seconds > 0
+    assert outer.prefill_tokens == len(PROMPT) and outer.decode_tokens == 5 * beams
+    assert outer.compile_seconds == 0 and outer.decode_seconds > inner[0].compile_seconds
 
 
 def test_a_stream_refuses_a_prompt_before_its_first_event_is_asked_for(model: Any) -> None:

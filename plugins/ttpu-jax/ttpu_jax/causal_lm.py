@@ -53,7 +53,8 @@ class JaxCausalLM:
         paddings: Flax path → padding, for the parameters that are padded.
 
     Attributes:
-        timings: of loading, and of the last call of `generate` or `stream`.
+        timings: of loading, and of the call of `generate` or `stream` that began last. Where several threads call one
+            model, `generate(return_dict_in_generate=True)` has those of its own call.
         backend: the name of this backend.
     """
 
@@ -230,15 +231,15 @@ class JaxCausalLM:
         if streamer is not None:
             streamer.put(np.asarray(prompts.ids))
         completions: dict[int, Completion] = {}
-        reports = Reports()
-        for event, completion in self._run(call, reports):
+        reports, timings = Reports(), self._begin_timings()
+        for event, completion in self._run(call, reports, timings):
             completions[event.index] = completion
             if streamer is not None:
                 streamer.put(np.asarray([event.token_id]))
         if streamer is not None:
             streamer.end()
         done = [completions[index] for index in range(len(call.sequences))]
-        return self._answer(prompts, call, done, reports)
+        return self._answer(prompts, call, done, reports, timings)
 
     def stream(
         self,
@@ -286,7 +287,7 @@ class JaxCausalLM:
             )
         call = self._call(prompts, options, special, calls)
         call = replace(call, tokenizer=call.tokenizer if tokenizer is None else tokenizer, assistant=assistant_model)
-        return (event for event, _ in self._run(call, Reports()))
+        return (event for event, _ in self._run(call, Reports(), self._begin_timings()))
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Write a checkpoint that transformers loads with identical tensors; returns its directory.
@@ -399,16 +400,18 @@ class JaxCausalLM:
                 f"num_beams={call.options.num_beams} was given with assistant_model or prompt_lookup_num_tokens, whose "
                 "guesses are checked for one sequence: leave one of them out."
             )
-        self.timings, reports = Timings(load_seconds=self.timings.load_seconds), Reports()
+        reports, timings = Reports(), self._begin_timings()
         if self.engine is not None:
             by_engine.refuse(call)
-        found = beam_loop.search(self.programs, call, self.timings, reports)
-        answer = self._answer(prompts, call, found.completions, reports)
+        found = beam_loop.search(self.programs, call, timings, reports)
+        answer = self._answer(prompts, call, found.completions, reports, timings)
         if isinstance(answer, GenerateOutput):
             return replace(answer, sequences_scores=found.scores, beam_indices=found.rows)
         return answer
 
-    def _answer(self, prompts: Prompts, call: Call, done: list[Completion], reports: Reports) -> Any:
+    def _answer(
+        self, prompts: Prompts, call: Call, done: list[Completion], reports: Reports, timings: Timings
+    ) -> Any:
         """What `generate` returns for finished sequences."""
         if call.options.return_dict_in_generate:
             scores, logits = tuple(reports.scores) or None, tuple(reports.logits) or None
@@ -416,16 +419,21 @@ class JaxCausalLM:
             if call.options.output_hidden_states:
                 mask = np.repeat(_mask(prompts, call), call.options.num_return_sequences, axis=0)
                 states = hidden_states(self.programs, call, mask, done)
-            return GenerateOutput(_sequences(call, done), done, self.timings, scores, logits, states)
+            return GenerateOutput(_sequences(call, done), done, timings, scores, logits, states)
         if prompts.form == "text":
             texts = [completion.text for completion in done]
             return texts[0] if prompts.single and len(texts) == 1 else texts
         return _sequences(call, done)
 
-    def _run(self, call: Call, reports: Reports) -> Iterator[tuple[StreamEvent, Completion]]:
-        self.timings = Timings(load_seconds=self.timings.load_seconds)
+    def _begin_timings(self) -> Timings:
+        """Those of a new call, which fills them itself: other threads may have replaced the model's by then."""
+        timings = Timings(load_seconds=self.timings.load_seconds)
+        self.timings = timings
+        return timings
+
+    def _run(self, call: Call, reports: Reports, timings: Timings) -> Iterator[tuple[StreamEvent, Completion]]:
         if self.engine is None:
-            return loop.run(self.programs, call, self.timings, reports)
+            return loop.run(self.programs, call, timings, reports)
         by_engine.refuse(call)
         return by_engine.run(
             self.engine,
@@ -433,7 +441,7 @@ class JaxCausalLM:
             call.options,
             stop_ids=call.stop_ids,
             context=self.context,
-            timings=self.timings,
+            timings=timings,
         )
 
 

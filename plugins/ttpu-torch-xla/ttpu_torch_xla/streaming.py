@@ -83,7 +83,7 @@ class StreamingModel:
     Attributes:
         model: the transformers model, with `generate` of this backend.
         tokenizer: the checkpoint's, or None.
-        timings: of loading and of the last answer.
+        timings: of loading and of the answer that began last.
     """
 
     def __init__(self, model: Any, load_seconds: float) -> None:
@@ -127,11 +127,12 @@ class StreamingModel:
         return [int(token) for token in ids]
 
     def _events(self, ids: Sequence[int], stops: tuple[str, ...], given: dict[str, Any]) -> Iterator[StreamEvent]:
-        self.timings = Timings(load_seconds=self.timings.load_seconds, prefill_tokens=len(ids))
+        timings = Timings(load_seconds=self.timings.load_seconds, prefill_tokens=len(ids))
+        self.timings = timings
         tokens, text = _Tokens(), TextStream(self.tokenizer, ids, stops)
         thread = Thread(target=self._run, args=(ids, tokens, given), daemon=True)
         ends = self._end_ids(given)
-        clock = _Clock(self.model.ttpu.runtime, self.timings)
+        clock = _Clock(self.model.ttpu.runtime, timings)
         thread.start()
         held: StreamEvent | None = None  # the last event says why it ended, so that one is always held back
         try:

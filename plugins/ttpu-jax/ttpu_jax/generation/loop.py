@@ -23,7 +23,7 @@ from ttpu_jax.generation.programs import Programs
 from ttpu_jax.generation.results import Completion
 from ttpu_jax.generation.rules import token_rules
 from ttpu_jax.generation.speculation import SpeculativeSteps, guesser_of
-from ttpu_jax.generation.steps import Padded, PlainSteps, RuledSteps, Steps
+from ttpu_jax.generation.steps import Chosen, Padded, PlainSteps, RuledSteps, Steps
 from ttpu_jax.ops.sampling import Sampled, features_of, sampling_inputs
 
 
@@ -73,13 +73,19 @@ def _events(
     timings.prefill_tokens += sum(map(len, call.prompts))
     timings.compile_seconds += compiled
 
-    began, compiled_before = time.perf_counter(), programs.compile_seconds
+    def following() -> Chosen:
+        before = programs.compile_seconds
+        found = taken.next(ids)
+        timings.compile_seconds += programs.compile_seconds - before
+        return found
+
+    began, compiled_before = time.perf_counter(), timings.compile_seconds
     decoded = 0
     try:
         for step in range(steps):
             current = upcoming
             if step + 1 < steps and taken.ahead:  # dispatched before the host looks at the current token
-                upcoming = taken.next(ids)
+                upcoming = following()
             host = _to_host(current.sampled)
             reports.take(current.scores, current.logits, programs.spec.vocab_size)
             active = [index for index, row in enumerate(rows) if not row.done]
@@ -94,11 +100,9 @@ def _events(
             if all(row.done for row in rows):
                 break
             if step + 1 < steps and not taken.ahead:
-                upcoming = taken.next(ids)
+                upcoming = following()
     finally:
-        compiled = programs.compile_seconds - compiled_before
-        timings.decode_seconds += time.perf_counter() - began - compiled
-        timings.compile_seconds += compiled
+        timings.decode_seconds += time.perf_counter() - began - (timings.compile_seconds - compiled_before)
         timings.decode_tokens += decoded
 
 

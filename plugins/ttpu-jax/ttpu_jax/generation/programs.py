@@ -3,6 +3,7 @@ per shape and set of sampling features, never per value; its cache is donated an
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -85,9 +86,14 @@ class Programs:
         self.model, self.spec, self.runtime, self.cache_dtype = model, model.spec, model.runtime, cache_dtype
         self.on_compile = on_compile
         self.compiles = 0
-        self.compile_seconds = 0.0
+        self._of_thread = threading.local()
         self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long this thread has compiled: programs of another thread's call are none of its own."""
+        return float(getattr(self._of_thread, "compile_seconds", 0.0))
 
     @property
     def _keeps_bfloat16(self) -> bool:
@@ -299,7 +305,7 @@ class Programs:
             seconds = time.perf_counter() - began
             self._programs[key] = program
             self.compiles += 1
-            self.compile_seconds += seconds
+            self._of_thread.compile_seconds = self.compile_seconds + seconds
             if self.on_compile is not None:
                 self.on_compile(str(key[0]), seconds)
         return program
