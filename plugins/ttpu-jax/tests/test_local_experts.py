@@ -26,9 +26,10 @@ from moe_cases import (
 from ttpu_core.sharding import experts
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import MoESpec, axes
+from ttpu_core.spec.kernel_format import ActivationFormat
 from ttpu_jax.model import moe
 from ttpu_jax.ops import local_experts
-from ttpu_jax.ops.kernels import QuantizedKernel
+from ttpu_jax.ops.kernels import INT8, QuantizedKernel
 from ttpu_jax.ops.local_experts import run_local, why_not_local
 from ttpu_jax.ops.moe import ExpertKernels, run_experts
 from ttpu_jax.params.placement import Placement, local_placement
@@ -226,3 +227,8 @@ def test_devices_that_exchange_features_of_rows_do_not_repeat_it() -> None:
     ordered = kernels._replace(down=down)
     assert "repeat" in str(why_not_local(jnp.zeros((8, 128)), ordered, "cpu", ("tensor",)))
     assert why_not_local(jnp.zeros((8, 128)), ordered, "cpu", ()) is None
+    for static in (False, True):  # which have the largest of a row's features in common, or need none
+        form = replace(INT8, activation=ActivationFormat("int8", static=static))
+        rounded = kernels._replace(down=QuantizedKernel(down.values, down.scale, format=form))
+        assert (why_not_local(jnp.zeros((8, 128)), rounded, "cpu", ("tensor",)) is None) == static
+        assert why_not_local(jnp.zeros((8, 128)), rounded, "cpu", ()) is None

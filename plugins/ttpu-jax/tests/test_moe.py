@@ -30,8 +30,11 @@ from moe_cases import (
 
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, Strategy
 from ttpu_core.spec import ActivationSpec, MLPSpec, MoESpec, RouterSpec, axes
+from ttpu_core.spec.kernel_format import ActivationDtype, ActivationFormat
 from ttpu_jax.ops import moe
+from ttpu_jax.ops.few_tokens import ExpertsForm
 from ttpu_jax.ops.grouped import grouped_linear
+from ttpu_jax.ops.kernels import INT8, QuantizedKernel
 from ttpu_jax.ops.moe import choose_experts
 from ttpu_jax.params.placement import local_placement
 
@@ -64,6 +67,20 @@ def test_a_mesh_changes_neither_output_nor_gradients(kind: str, mesh: str) -> No
 @cache
 def on_one_device(spec: MoESpec) -> tuple[jax.Array, Arrays, jax.Array]:
     return run_with_gradients(spec, arrays(spec), tokens())
+
+
+@pytest.mark.parametrize("form", ["grouped", "auto"])
+@pytest.mark.parametrize(("mesh", "dtype"), [("tensor=4", "int8"), ("expert=4,tensor=2", "float8_e4m3fn")])
+def test_a_mesh_changes_no_step_of_rounded_activations(mesh: str, form: ExpertsForm, dtype: ActivationDtype) -> None:
+    """A device used to round the features that it has in steps of the largest of those, not of the whole row's."""
+    spec = replace(BASE, router=RouterSpec(score="sigmoid"))
+    values, x = arrays(spec), tokens()
+    for path in ("experts.gate_up.kernel", "experts.down.kernel"):
+        scale = jnp.abs(values[path]).max(-1) / 127
+        whole = jnp.round(values[path] / scale[..., None]).astype(jnp.int8)
+        values[path] = QuantizedKernel(whole, scale, format=replace(INT8, activation=ActivationFormat(dtype)))
+    there = module(spec, values, local_placement(mesh), form)
+    assert_close(jax.jit(lambda x: there(x))(x), module(spec, values)(x), 2e-5)
 
 
 def test_tokens_that_a_mesh_does_not_divide_are_computed_all_the_same() -> None:

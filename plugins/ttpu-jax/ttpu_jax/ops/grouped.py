@@ -26,7 +26,9 @@ from ttpu_jax.ops.matmul.dense import Product
 from ttpu_jax.ops.matmul.pallas_blocks import block_table
 
 
-def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platform: str) -> jax.Array:
+def grouped_linear(
+    x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platform: str, input_axes: tuple[str, ...] = ()
+) -> jax.Array:
     """Row r of x times the kernel of r's group, accumulated in float32.
 
     Args:
@@ -34,13 +36,14 @@ def grouped_linear(x: jax.Array, kernels: Kernel, group_sizes: jax.Array, platfo
         kernels: [groups, *out, in]: an array, or one of `ttpu_jax.ops.kernels`.
         group_sizes: int32 [groups]; their sum is at most rows.
         platform: cpu, tpu or gpu, where this runs; "tpu-interpreted" runs the TPU's kernels on a CPU.
+        input_axes: mesh axes that shard `in`, inside a shard_map: a row that is quantized has one scale on all of them.
 
     Returns:
         [rows, out] in x's dtype, all output dimensions merged; differentiable in x and in kernels. Rows after the last
         group are undefined, perhaps not even numbers, and so is x's gradient there: to make them zero would take as
         long as to write them.
     """
-    return _grouped(kernels, x, group_sizes, platform)
+    return _grouped(kernels, x, group_sizes, platform, input_axes)
 
 
 @dataclass(frozen=True)
@@ -56,40 +59,50 @@ class SummedKernels:
 
 
 @singledispatch
-def _grouped(kernels: Any, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+def _grouped(
+    kernels: Any, x: jax.Array, sizes: jax.Array, platform: str, input_axes: tuple[str, ...] = ()
+) -> jax.Array:
     return _dense(x, kernels.astype(x.dtype), sizes, None, platform)
 
 
 @_grouped.register
-def _(kernels: SummedKernels, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
+def _(
+    kernels: SummedKernels, x: jax.Array, sizes: jax.Array, platform: str, input_axes: tuple[str, ...] = ()
+) -> jax.Array:
     return _dense(x, kernels.kernels, sizes, kernels.sums, platform)
 
 
 @_grouped.register
-def _(kernels: QuantizedKernel, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
-    return _quantized(x, kernels, sizes, platform)
+def _(
+    kernels: QuantizedKernel, x: jax.Array, sizes: jax.Array, platform: str, input_axes: tuple[str, ...] = ()
+) -> jax.Array:
+    return _quantized(x, kernels, sizes, platform, input_axes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _quantized(x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platform: str) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _quantized(
+    x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platform: str, input_axes: tuple[str, ...]
+) -> jax.Array:
     """`grouped_linear` of quantized kernels [groups, *out, in]. Its gradient goes to x alone."""
-    if platform == "cpu":
-        how = Product(jnp.dtype(jnp.float32))
-        inner = prod(kernels.shape[1:-1])
-        return _cpu_product(x, kernels, sizes, inner, lambda rows, kernel: xla.product(rows, kernel, None, how))
     group = jnp.clip(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(x)), side="right"), max=len(sizes) - 1)
     rows, step = x, None
     if kernels.input_order is not None:
         rows = jnp.take_along_axis(rows, kernels.input_order[group], axis=-1)
     if kernels.format.activation is not None:
         static = None if kernels.input_scale is None else kernels.input_scale[group][:, None]
-        rows, step = quantize_activations(rows, kernels.format.activation, static)
-        if not (platform.startswith("tpu") and _of_integers(kernels.format)):
+        rows, step = quantize_activations(rows, kernels.format.activation, static, input_axes)
+        if platform == "cpu":
+            rows = rows.astype(jnp.float32)  # the dtype of sums, which are scaled before they are rounded
+        elif not (platform.startswith("tpu") and _of_integers(kernels.format)):
             rows = rows.astype(x.dtype)
     if platform.startswith("tpu"):
         from ttpu_jax.ops import grouped_quantized_tpu
 
         sums = grouped_quantized_tpu.product(rows, kernels, sizes, step is not None, interpret=platform != "tpu")
+    elif platform == "cpu":
+        how, inner = Product(jnp.dtype(jnp.float32)), prod(kernels.shape[1:-1])
+        plain = replace(kernels, format=replace(kernels.format, activation=None), input_order=None, input_scale=None)
+        sums = _cpu_product(rows, plain, sizes, inner, lambda rows, kernel: xla.product(rows, kernel, None, how))
     else:
         stored = dense(replace(kernels, input_order=None), x.dtype)
         sums = _ragged_dot(rows, _merged(stored), sizes, contract=2)
@@ -103,13 +116,16 @@ def _of_integers(form: KernelFormat) -> bool:
 
 
 def _quantized_with_residuals(
-    x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platform: str
+    x: jax.Array, kernels: QuantizedKernel, sizes: jax.Array, platform: str, input_axes: tuple[str, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, QuantizedKernel, jax.Array]]:
-    return _quantized(x, kernels, sizes, platform), (x[:0], kernels, sizes)
+    return _quantized(x, kernels, sizes, platform, input_axes), (x[:0], kernels, sizes)
 
 
 def _quantized_gradients(
-    platform: str, residuals: tuple[jax.Array, QuantizedKernel, jax.Array], gradient: jax.Array
+    platform: str,
+    input_axes: tuple[str, ...],
+    residuals: tuple[jax.Array, QuantizedKernel, jax.Array],
+    gradient: jax.Array,
 ) -> tuple[jax.Array, None, None]:
     x, kernels, sizes = residuals
     return _gradient_to_x(gradient, dense(kernels, x.dtype), sizes, platform), None, None

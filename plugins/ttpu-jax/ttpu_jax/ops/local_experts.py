@@ -27,8 +27,11 @@ def why_not_local(x: jax.Array, kernels: ExpertKernels, platform: str, inner_axe
     """Why `run_local` does not serve rows x [tokens, hidden] and these experts, or None."""
     if platform.startswith("tpu") and x.dtype.itemsize != 2:
         return "a TPU adds rows by products, which round float32"
-    if inner_axes and isinstance(kernels.down, QuantizedKernel) and kernels.down.input_order is not None:
-        return "devices exchange features of each row, and may repeat the computation unequally often"
+    down = kernels.down
+    if inner_axes and isinstance(down, QuantizedKernel):
+        form = down.format.activation
+        if down.input_order is not None or (form is not None and not form.static):
+            return "devices exchange features of each row, or the largest, and may repeat that unequally often"
     return None
 
 

@@ -244,7 +244,7 @@ def expert_outputs(
         features = jax.lax.all_gather(inner, inner_axes, axis=-1, tiled=True)
         inner = jnp.take_along_axis(features, down.input_order.at[expert].get(mode="clip"), axis=-1)
         down = replace(down, input_order=None)
-    out = _linear(inner, down, None, expert, sizes, platform)
+    out = _linear(inner, down, None, expert, sizes, platform, inner_axes)
     out = out if down_bias is None else out + down_bias
     return out * weight if on_output and static_step else out
 
@@ -307,9 +307,10 @@ def _linear(
     expert: jax.Array,
     sizes: jax.Array,
     platform: str,
+    input_axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """x [rows, in], kernels [experts, *out, in], expert [rows]: [rows, out]."""
-    product = grouped_linear(x, kernels, sizes, platform)
+    product = grouped_linear(x, kernels, sizes, platform, input_axes)
     return product if bias is None else product + _of_expert(bias.reshape(len(bias), -1).astype(x.dtype), expert)
 
 

@@ -113,8 +113,10 @@ def _(kernel: ObservedKernel, x: jax.Array, bias: jax.Array | None, how: Any) ->
 
 
 @grouped._grouped.register
-def _(kernel: ObservedKernel, x: jax.Array, sizes: jax.Array, platform: str) -> jax.Array:
-    return grouped._grouped(kernel.base, _observe_grouped(x, kernel.gauge, sizes), sizes, platform)
+def _(
+    kernel: ObservedKernel, x: jax.Array, sizes: jax.Array, platform: str, input_axes: tuple[str, ...] = ()
+) -> jax.Array:
+    return grouped._grouped(kernel.base, _observe_grouped(x, kernel.gauge, sizes), sizes, platform, input_axes)
 
 
 @kernels.dense.register
