@@ -317,6 +317,30 @@ def test_peft_reads_trained_biases_and_its_own_are_trained_on(tmp_path: Path) ->
     np.testing.assert_allclose(begun.predict(batch(0))[1], ours, atol=1e-5)
 
 
+@pytest.mark.torch
+def test_an_adapter_is_trained_on_as_peft_reads_it_or_not_at_all(checkpoint: Path, tmp_path: Path) -> None:
+    """peft_config used to replace the file's settings, and to drop the tensors that it does not choose."""
+    peft, torch, transformers = (pytest.importorskip(name) for name in ("peft", "torch", "transformers"))
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    given = {"r": 3, "lora_alpha": 12, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}
+    made = peft.get_peft_model(base, peft.LoraConfig(**given, init_lora_weights=False, task_type="CAUSAL_LM")).eval()
+    made.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        expected = made(torch.tensor(batch(0).tokens).long()).logits.numpy()
+    for asked in (None, {"lora_dropout": 0.5}, {"target_modules": r".*\.(q|down)_proj"}, peft.LoraConfig(**given)):
+        begun = runner(checkpoint, adapter_settings(asked, tmp_path / "adapter"))
+        np.testing.assert_allclose(begun.predict(batch(0))[1], expected, atol=2e-5)
+    for asked, words in (
+        ({"target_modules": ["q_proj"]}, r"chooses no .*mlp\.down_proj\.lora_A\.weight and 3 more, which it holds"),
+        ({"layers_to_transform": [1]}, r"chooses no .*layers\.0\..* and 3 more"),
+        ({"target_modules": "all-linear"}, r"its .* is not there where peft_config"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            runner(checkpoint, adapter_settings(asked, tmp_path / "adapter"))
+    with pytest.raises(RequestError, match=r"lora_alpha=8, but the adapter .* was trained with lora_alpha=12"):
+        adapter_settings(peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=3), tmp_path / "adapter")
+
+
 def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"'c_attn' was asked for.*use down_proj, gate_proj, k_proj, o_proj, q_proj"):
         runner(checkpoint, replace(LORA, target_modules=("c_attn",)))

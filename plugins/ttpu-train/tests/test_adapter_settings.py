@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,34 @@ def test_a_mapping_and_a_saved_config_give_settings(tmp_path: Path) -> None:
     found = TrainingArguments(adapter_name_or_path=tmp_path).step_settings(1).adapters
     assert found == AdapterSettings(("q_proj", "v_proj"), r=4, lora_alpha=16, use_rslora=True, start=str(tmp_path))
     assert TrainingArguments().step_settings(1).adapters is None
+
+
+def test_an_adapter_to_begin_with_keeps_its_settings(tmp_path: Path) -> None:
+    """Its file's were replaced, those that peft_config left out too, which changed what it computed."""
+    held = {"r": 4, "lora_alpha": 16, "target_modules": ["v_proj", "q_proj"], "use_rslora": True, "lora_dropout": 0.1}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(held))
+    own = AdapterSettings(
+        ("q_proj", "v_proj"), r=4, lora_alpha=16, use_rslora=True, lora_dropout=0.1, start=str(tmp_path)
+    )
+    assert adapter_settings({}, tmp_path) == own
+    assert adapter_settings({"r": 4, "use_rslora": True}, tmp_path) == own
+    assert adapter_settings({"lora_dropout": 0.0}, tmp_path) == replace(own, lora_dropout=0.0)
+    for name, value in {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": True}.items():
+        said = f"peft_config has {name}={value}, but the adapter '.*' of adapter_name_or_path was trained with {name}="
+        with pytest.raises(RequestError, match=said):
+            adapter_settings({name: value}, tmp_path)
+
+
+def test_a_saved_config_beyond_what_is_trained_is_refused_beside_peft_config_too(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_config.json"
+    for held, words in (
+        ({"rank_pattern": {"q_proj": 2}}, "adapter_config.json of '.*' sets rank_pattern, but adapters"),
+        ({"peft_type": "IA3"}, "adapter_config.json of '.*' has peft_type 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "'pissa' was given"),
+    ):
+        file.write_text(json.dumps({"r": 8, "target_modules": ["q_proj"], **held}))
+        with pytest.raises(UnsupportedError, match=words):
+            adapter_settings({"r": 8, "init_lora_weights": True}, tmp_path)
 
 
 @pytest.mark.parametrize(

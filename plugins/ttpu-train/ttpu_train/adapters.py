@@ -102,13 +102,39 @@ def adapter_settings(peft_config: Any, start: str | Path | None = None) -> Adapt
 
     Args:
         peft_config: a mapping with the fields of peft's `LoraConfig`, such a config, or None.
-        start: the folder of an adapter to begin with, whose config counts where `peft_config` is None.
+        start: the folder of an adapter to begin with, whose config counts for what `peft_config` leaves out.
 
     Raises:
-        RequestError: a field is unknown or out of range, or there is no adapter.
+        RequestError: a field is unknown or out of range, there is no adapter, or `peft_config` contradicts it.
         UnsupportedError: a field asks for what is not trained.
     """
-    given = _given(peft_config, start)
+    asked = {} if peft_config is None else _read(_given(peft_config), "peft_config", _known_to_peft(peft_config))
+    if start is not None:
+        own = _of_file(start)
+        held = _read(own, f"{ADAPTER_CONFIG} of {str(start)!r}", frozenset(own))
+        _refuse_contradictions(asked, held, str(start))
+        # An adapter that is there is not drawn, but its config may say that its base model's weights were changed.
+        asked = {**held, **asked, "init_lora_weights": held.get("init_lora_weights", True)}
+    if not asked.get("target_modules"):
+        raise RequestError(
+            "peft_config names no target_modules, but adapters need modules: give names such as [q_proj, v_proj], or "
+            f"{ALL_LINEAR!r}."
+        )
+    return AdapterSettings(**asked, start=None if start is None else str(start))
+
+
+_FIELDS = tuple(one.name for one in fields(AdapterSettings) if one.name != "start")
+_SEQUENCES = ("modules_to_save", "exclude_modules", "target_modules")
+
+
+def _read(given: Mapping[str, Any], where: str, known: frozenset[str]) -> dict[str, Any]:
+    """The fields of `AdapterSettings` that a config of peft sets.
+
+    Args:
+        given: the config.
+        where: what it is, for errors.
+        known: fields that peft has.
+    """
     refused = {name: value for name, value in given.items() if name not in _FIELDS and value}
     for name in SILENT:
         refused.pop(name, None)
@@ -116,55 +142,60 @@ def adapter_settings(peft_config: Any, start: str | Path | None = None) -> Adapt
     kind, task = getattr(kind, "value", kind), getattr(task, "value", task)
     if kind != "LORA" or task not in (None, "CAUSAL_LM"):
         raise UnsupportedError(
-            f"peft_config has peft_type {kind!r} and task_type {task!r}, but LoRA adapters of causal language models "
+            f"{where} has peft_type {kind!r} and task_type {task!r}, but LoRA adapters of causal language models "
             "are trained: give LORA and CAUSAL_LM, or leave them out."
         )
-    known = _known_to_peft(peft_config)
     beyond = [name for name in refused if name in known]
     if beyond:
         raise UnsupportedError(
-            f"peft_config sets {', '.join(beyond)}, but adapters are trained with {', '.join(_FIELDS)}: leave it out."
+            f"{where} sets {', '.join(beyond)}, but adapters are trained with {', '.join(_FIELDS)}: leave it out."
         )
-    refuse_unknown(refused, _FIELDS, "peft_config", "it", " (see docs/training.md)")
-    if not given.get("target_modules"):
-        raise RequestError(
-            "peft_config names no target_modules, but adapters need modules: give names such as [q_proj, v_proj], or "
-            f"{ALL_LINEAR!r}."
-        )
-    chosen = {name: _frozen(name, given[name]) for name in _FIELDS if given.get(name) is not None}
-    return AdapterSettings(**chosen, start=None if start is None else str(start))
+    refuse_unknown(refused, _FIELDS, where, "it", " (see docs/training.md)")
+    return {name: _frozen(name, given[name]) for name in _FIELDS if given.get(name) is not None}
 
 
-_FIELDS = tuple(one.name for one in fields(AdapterSettings) if one.name != "start")
-_SEQUENCES = ("modules_to_save", "exclude_modules", "target_modules")
-
-
-def _given(peft_config: Any, start: str | Path | None) -> dict[str, Any]:
-    if isinstance(peft_config, Mapping):
-        return dict(peft_config)
-    if peft_config is not None:
-        if not hasattr(peft_config, "to_dict"):
+def _refuse_contradictions(asked: Mapping[str, Any], held: Mapping[str, Any], start: str) -> None:
+    """Refuse settings with which the adapter to begin with would compute something else. Which modules it has is
+    compared with its tensors, where the model is known."""
+    usual = {one.name: one.default for one in fields(AdapterSettings)}
+    for name in ("r", "lora_alpha", "use_rslora", "use_dora"):
+        own = held.get(name, usual[name])
+        if name in asked and asked[name] != own:
             raise RequestError(
-                f"peft_config is a {type(peft_config).__name__}, but a mapping or peft's LoraConfig is needed: give "
-                "one such as {r: 16, target_modules: all-linear}."
+                f"peft_config has {name}={asked[name]!r}, but the adapter {start!r} of adapter_name_or_path was "
+                f"trained with {name}={own!r} and would compute something else: leave it out of peft_config, or leave "
+                "adapter_name_or_path out to train a new adapter."
             )
-        return dict(peft_config.to_dict())
-    file = Path(str(start)).expanduser() / ADAPTER_CONFIG
+
+
+def _given(peft_config: Any) -> Mapping[str, Any]:
+    if isinstance(peft_config, Mapping):
+        return peft_config
+    if not hasattr(peft_config, "to_dict"):
+        raise RequestError(
+            f"peft_config is a {type(peft_config).__name__}, but a mapping or peft's LoraConfig is needed: give "
+            "one such as {r: 16, target_modules: all-linear}."
+        )
+    return dict(peft_config.to_dict())
+
+
+def _of_file(start: str | Path) -> dict[str, Any]:
+    """The config of the adapter in a folder."""
+    file = Path(start).expanduser() / ADAPTER_CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise RequestError(
             f"adapter_name_or_path={str(start)!r} was given, but {ADAPTER_CONFIG} there cannot be read ({error}): name "
             "a folder that peft's save_pretrained or `ttpu export` wrote."
         ) from error
-    return dict(found)
 
 
 def _known_to_peft(peft_config: Any) -> frozenset[str]:
     """Fields that peft has: of its own config all, of a mapping those that are often set."""
     usual = ("rank_pattern", "alpha_pattern", "layers_pattern", "layer_replication", "lora_bias", "target_parameters")
     more = ("trainable_token_indices", "loftq_config", "eva_config", "corda_config", "use_qalora")
-    own = () if peft_config is None or isinstance(peft_config, Mapping) else tuple(peft_config.to_dict())
+    own = () if isinstance(peft_config, Mapping) else tuple(peft_config.to_dict())
     return frozenset((*usual, *more, *own))
 
 

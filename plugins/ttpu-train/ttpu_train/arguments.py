@@ -92,8 +92,8 @@ class TrainingArguments:
         trainable: patterns of the paths of trained parameters, as in "layers.*.attention.*"; None trains all.
         peft_config: train low-rank adapters in place of the weights: the fields of peft's LoraConfig as a mapping, such
             as {"r": 16, "target_modules": "all-linear"}, or a LoraConfig.
-        adapter_name_or_path: the folder of an adapter in peft's format to begin with; its config counts where
-            peft_config is None.
+        adapter_name_or_path: the folder of an adapter in peft's format to begin with; its config counts for what
+            peft_config leaves out.
         max_length: tokens of a row.
         packing: whether a row holds several sequences, each of which sees itself alone.
         dataset_text_field: the field of an example that holds text.

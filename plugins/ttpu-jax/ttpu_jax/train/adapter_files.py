@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -108,7 +110,7 @@ def read_adapter(
 
     Raises:
         RequestError: there is no such file.
-        CheckpointError: it is another model's or another kind of adapter.
+        CheckpointError: it is another model's or another kind of adapter, or holds tensors that are not trained.
     """
     file = Path(folder).expanduser() / WEIGHTS
     if not file.is_file():
@@ -118,18 +120,54 @@ def read_adapter(
         )
     tensors = dict(_tensors(file))
     found = adapters.from_files(tensors, folder)
+    used = {stored for _, _, stored in adapters.modules()}
+
+    def whole(name: str) -> np.ndarray:
+        stored = _name_beside_adapters(name, tensors)
+        used.add(stored)
+        return tensors[stored]
+
     if adapters.whole:
         rules = dict(stack_layers(pad_mapping(architecture.mapping, paddings), padded).rules)
         for path in adapters.whole:
             found[path] = np.empty(rules[path].result_shape, np.float32)
             try:
-                gather(rules[path], lambda name: tensors[_name_beside_adapters(name, tensors)], found[path])
+                gather(rules[path], whole, found[path])
             except KeyError as missing:
                 raise CheckpointError(
                     f"the adapter {folder} was to be trained on, but it has no {missing}, which peft_config's "
                     "modules_to_save and bias choose: use its own adapter_config.json."
                 ) from missing
+    _refuse_others([name for name in tensors if name not in used], folder, architecture.mapping)
     return found
+
+
+def _refuse_others(names: list[str], folder: str, mapping: FlaxMapping) -> None:
+    """Refuse an adapter with tensors that would not be trained on, and so be missing where it is written again; warn of
+    those of parts that the model does not have here, such as towers for pictures."""
+    ignored = [re.compile(pattern) for pattern in mapping.ignored]
+
+    def is_ignored(name: str) -> bool:
+        module, adapter, _ = name.removeprefix(PREFIX).partition(".lora_")
+        return any(pattern.fullmatch(f"{module}.weight" if adapter else module) for pattern in ignored)
+
+    chosen = sorted(name for name in names if not is_ignored(name))
+    if chosen:
+        raise CheckpointError(
+            f"the adapter {folder} was to be trained on, but peft_config chooses no {_some(chosen)}, which it holds and "
+            "which would be lost: leave target_modules, exclude_modules, layers_to_transform, modules_to_save and bias "
+            "out of peft_config, so that its own count, or save the adapter without them."
+        )
+    if names:
+        warnings.warn(
+            f"the adapter {folder} has {_some(sorted(names))} of parts that this model is loaded without, so that the "
+            "trained one will not have them",
+            stacklevel=5,
+        )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 def merged_tensors(
