@@ -67,7 +67,12 @@ NEWEST_NOT    := a_prompt_longer_than_a_chunk a_seed_gives_the_same_tokens a_rep
                  padding_and_packed_segments quantized_head_has_no a_prompt_fills_the_cache experts_and_rows_are_cut \
                  the_same_with_products segment_of_a_packed_row gated_features_of_one experts_along_the_axis \
                  kept_is_what_the_planner attention_keeps_its_products unrolled_layers_keep cache_of_another_dtype \
-                 row_that_sees_nothing that_no_query_sees without_activations_that_fit
+                 row_that_sees_nothing that_no_query_sees without_activations_that_fit a_program_that_is_missing_while \
+                 tokens_of_padding_are_sent auto_exchanges_tokens moments_of_8_bits less_is_computed_again \
+                 copies_of_new_tokens blocks_of_several_tiles a_row_of_padding_alone_is loop_of_deepspeed_trains \
+                 window_ends_with_the_last size_of_chunks_does experts_that_return_their stream_takes_what_generate \
+                 kernels_of_a_tpu_add_the in_bfloat16_devices_train tokenizers_answer_is_taken \
+                 sums_of_a_gradient_are experts_are_read_one_by_one
 
 PIP := -m pip install --quiet --disable-pip-version-check
 # uv builds the distributions of this repository side by side, and fetches and unpacks gigabytes in half of pip's time.

@@ -71,19 +71,20 @@ def ragged(
             positions[token], owners[token] = position, row
             slots[token] = table[row, position // page_size] * page_size + position % page_size
     batch = RaggedBatch(
-        query_starts=jnp.asarray(starts),
-        kv_lens=jnp.asarray(kv_lens),
-        num_sequences=jnp.asarray([here], jnp.int32),
-        positions=jnp.asarray(positions),
-        lengths=jnp.asarray(np.maximum(positions + 1, 0)),
-        rows=jnp.asarray(owners),
-        tables=(jnp.asarray(table),),
-        slots=(jnp.asarray(slots),),
-        states=jnp.zeros(rows, jnp.int32),
+        query_starts=starts,
+        kv_lens=kv_lens,
+        num_sequences=np.array([here], np.int32),
+        positions=positions,
+        lengths=np.maximum(positions + 1, 0),
+        rows=owners,
+        tables=(table,),
+        slots=(slots,),
+        states=np.zeros(rows, np.int32),
         max_queries=max_queries or max(counts),
         max_prefills=max_prefills or max(1, sum(count > 1 for count in counts)),
         page_size=page_size,
     )
+    batch = jax.device_put(batch)  # jnp.asarray would compile a program for each shape, while tests are collected
     return Ragged(tuple(counts), tuple(lengths), batch, sum(needed) + 1)
 
 
