@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -76,6 +77,26 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
+def trained_by_peft(checkpoint: Path, adapter: Path, steps: int) -> list[list[float]]:
+    import peft
+    import torch
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    weights = [value for value in model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=OPTIMIZER.learning_rate, weight_decay=0.1)
+    found = []
+    for number in range(steps):
+        tokens = torch.tensor(batch(number).tokens).long()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss.item(), torch.nn.utils.clip_grad_norm_(weights, 0.5).item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_are_those_of_peft(checkpoint: Path, plain: Any, kind: str) -> None:
@@ -84,19 +105,7 @@ def test_updates_are_those_of_peft(checkpoint: Path, plain: Any, kind: str) -> N
     import transformers
 
     figures, folder = plain[kind]
-    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, folder / "before", is_trainable=True)
-    weights = [value for value in model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=OPTIMIZER.learning_rate, weight_decay=0.1)
-    found = []
-    for number in range(STEPS):
-        tokens = torch.tensor(batch(number).tokens).long()
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        found.append([loss.item(), torch.nn.utils.clip_grad_norm_(weights, 0.5).item()])
-        optimizer.step()
-        optimizer.zero_grad()
-    np.testing.assert_allclose(figures, found, rtol=1e-4)
+    np.testing.assert_allclose(figures, trained_by_peft(checkpoint, folder / "before", STEPS), rtol=1e-4)
     own = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     read = peft.PeftModel.from_pretrained(own, folder / "after")
     with torch.no_grad():
@@ -219,7 +228,6 @@ def test_pefts_own_config_is_read() -> None:
 
 @pytest.mark.torch
 def test_attention_of_a_mixture_of_experts_is_adapted_as_by_peft(tmp_path: Path) -> None:
-    import peft
     import torch
     import transformers
 
@@ -243,22 +251,85 @@ def test_attention_of_a_mixture_of_experts_is_adapted_as_by_peft(tmp_path: Path)
     one = runner(tmp_path / "moe", settings)
     one.save_pretrained(tmp_path / "before", "float32")
     figures = trained(one, 0, 4)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "before", is_trainable=True)
-    weights = [value for value in model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=OPTIMIZER.learning_rate, weight_decay=0.1)
-    found = []
-    for number in range(4):
-        tokens = torch.tensor(batch(number).tokens).long()
-        loss = model(tokens, labels=tokens).loss
-        loss.backward()
-        found.append([loss.item(), torch.nn.utils.clip_grad_norm_(weights, 0.5).item()])
-        optimizer.step()
-        optimizer.zero_grad()
-    np.testing.assert_allclose(figures, found, rtol=1e-4)
+    np.testing.assert_allclose(figures, trained_by_peft(tmp_path / "moe", tmp_path / "before", 4), rtol=1e-4)
     for target in ("gate", "experts.0.up_proj", "lm_head"):
         with pytest.raises(UnsupportedError, match=r"no experts, routers, embeddings or heads: use k_proj, o_proj"):
             runner(tmp_path / "moe", replace(settings, target_modules=(target,)))
+
+
+SIZES = {
+    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dora", [False, True])
+def test_queries_and_their_gate_share_the_adapter_of_their_module(tmp_path: Path, dora: bool) -> None:
+    """Two kernels are made of `q_proj`: each trained an adapter of its own, and one of them was written."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(**SIZES, layer_types=["full_attention"] * 2)
+    transformers.Qwen3_5ForCausalLM(config).save_pretrained(tmp_path / "gated")
+    settings = AdapterSettings(("q_proj", "v_proj"), r=2, use_dora=dora, init_lora_weights=False)
+    one = runner(tmp_path / "gated", settings)
+    one.save_pretrained(tmp_path / "before", "float32")
+    figures = trained(one, 0, 4)
+    np.testing.assert_allclose(figures, trained_by_peft(tmp_path / "gated", tmp_path / "before", 4), rtol=1e-4)
+    other = runner(tmp_path / "gated", settings, "fsdp=2,tensor=4", zero_stage=1)
+    np.testing.assert_allclose(trained(other, 0, 2), figures[:2], rtol=1e-5)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4"])
+def test_adapters_of_a_text_part_leave_towers_alone_in_peft(tmp_path: Path, kind: str) -> None:
+    """peft used to give modules of the same names in towers for pictures adapters with random numbers."""
+    peft, torch, transformers = (pytest.importorskip(name) for name in ("peft", "torch", "transformers"))
+    text, tower = {**SIZES}, {**TOWER}
+    if kind == "gemma3":
+        config = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)
+    elif kind == "mistral3":
+        tower |= {"model_type": "pixtral", "head_dim": 16}
+        config = transformers.Mistral3Config(text_config=text | {"model_type": "mistral"}, vision_config=tower)
+    else:
+        text |= {"num_local_experts": 2, "intermediate_size_mlp": 32, "pad_token_id": 0}
+        config = transformers.Llama4Config(text_config=text, vision_config=tower)
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForImageTextToText
+    auto.from_config(config).save_pretrained(tmp_path / "whole")
+
+    def read_by_peft(adapter: Path) -> tuple[Any, np.ndarray]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            base = auto.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+            read = peft.PeftModel.from_pretrained(base, adapter).eval()
+        with torch.no_grad():
+            return read, read(torch.tensor(batch(0).tokens).long()).logits.numpy()
+
+    settings = AdapterSettings(("q_proj", "o_proj"), r=2, layers_to_transform=(1,), init_lora_weights=False)
+    for own in (settings, replace(settings, layers_to_transform=None)):
+        one = runner(tmp_path / "whole", own)
+        one.save_pretrained(tmp_path / "adapter", "float32")
+        read, logits = read_by_peft(tmp_path / "adapter")
+        np.testing.assert_allclose(one.predict(batch(0))[1], logits, atol=2e-5)
+        adapted = {name for name, module in read.named_modules() if hasattr(module, "lora_A")}
+        assert len(adapted) == len(one.adapters.targets) * (1 if own is settings else 2)
+        assert all("language_model" in name for name in adapted)
+    read.save_pretrained(tmp_path / "pefts")  # by the names of the class, which may be others than the checkpoint's
+    begun = runner(tmp_path / "whole", adapter_settings(None, tmp_path / "pefts"))
+    np.testing.assert_allclose(begun.predict(batch(0))[1], logits, atol=2e-5)
+
+    base = auto.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    everywhere = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    peft.get_peft_model(base, everywhere).save_pretrained(tmp_path / "everywhere")
+    with pytest.warns(UserWarning, match="of parts that this model is loaded without"):
+        runner(tmp_path / "whole", adapter_settings(None, tmp_path / "everywhere"))
 
 
 def test_whole_modules_and_biases_are_trained_beside_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WITHIN = re.compile(r"(?:.*\.)?language_model\.(?:model\.)?layers\.(\d+)\.(.+)")
+_SUFFIX = re.compile(r"(.+?)(?:\.base_layer)?\.(?:(lora_.+)|([^.]+))")
+"""What follows a module's name in peft's files: of an adapter, or of the base model."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """Of each file of a base model, how many places the fingerprint reads, and how much of each."""
 
@@ -118,7 +121,7 @@ def read_adapter(
             f"adapter_name_or_path={folder!r} was given, but there is no {WEIGHTS}: save it with peft's "
             "save_pretrained, or name the folder that `ttpu export` wrote."
         )
-    tensors = dict(_tensors(file))
+    tensors = _by_our_names(dict(_tensors(file)), architecture.mapping)
     found = adapters.from_files(tensors, folder)
     used = {stored for _, _, stored in adapters.modules()}
 
@@ -142,6 +145,22 @@ def read_adapter(
     return found
 
 
+def _by_our_names(tensors: Mapping[str, np.ndarray], mapping: FlaxMapping) -> dict[str, np.ndarray]:
+    """The tensors of peft's files by the names that the mapping has for their modules: peft names them as the class of
+    the base model does, and checkpoints of several classes hold the same model under other prefixes."""
+    split = {name: _SUFFIX.fullmatch(name.removeprefix(PREFIX)) for name in tensors}
+    of_base = {name: f"{found[1]}.{'weight' if found[2] else found[3]}" for name, found in split.items() if found}
+    ours = {actual: name for name, actual in mapping.canonical(of_base.values()).items()}
+    found = {}
+    for name, tensor in tensors.items():
+        base = of_base.get(name)
+        if base in ours:
+            module = base.rpartition(".")[0]
+            name = name.replace(f"{PREFIX}{module}.", f"{PREFIX}{ours[base].rpartition('.')[0]}.", 1)
+        found[name] = tensor
+    return found
+
+
 def _refuse_others(names: list[str], folder: str, mapping: FlaxMapping) -> None:
     """Refuse an adapter with tensors that would not be trained on, and so be missing where it is written again; warn of
     those of parts that the model does not have here, such as towers for pictures."""
@@ -154,9 +173,9 @@ def _refuse_others(names: list[str], folder: str, mapping: FlaxMapping) -> None:
     chosen = sorted(name for name in names if not is_ignored(name))
     if chosen:
         raise CheckpointError(
-            f"the adapter {folder} was to be trained on, but peft_config chooses no {_some(chosen)}, which it holds and "
-            "which would be lost: leave target_modules, exclude_modules, layers_to_transform, modules_to_save and bias "
-            "out of peft_config, so that its own count, or save the adapter without them."
+            f"the adapter {folder} was to be trained on, but peft_config chooses no {_some(chosen)}, which it holds "
+            "and which would be lost: leave target_modules, exclude_modules, layers_to_transform, modules_to_save and "
+            "bias out of peft_config, so that its own count, or save the adapter without them."
         )
     if names:
         warnings.warn(
@@ -238,9 +257,12 @@ def _peft_config(adapters: Adapters) -> dict[str, Any]:
     }
 
 
-def _target_names(adapters: Adapters) -> list[str]:
-    """What peft chooses the same modules by: the ends of names where all modules of this name have adapters."""
+def _target_names(adapters: Adapters) -> str | list[str]:
+    """What peft chooses the same modules by: the ends of names where all modules of this name have adapters. Of a text
+    model within another one a pattern, because that one's towers may have modules of these names too."""
     chosen = {module for target in adapters.targets for block in target.blocks for module in block.modules}
+    if (pattern := _pattern_within(chosen)) is not None:
+        return pattern
     every = {
         tensor.removesuffix(".weight") for target in adapters.targets for each in target.tensors for tensor in each
     }
@@ -248,6 +270,22 @@ def _target_names(adapters: Adapters) -> list[str]:
     partly = {tail for tail in tails if any(m.endswith(f".{tail}") and m not in chosen for m in every)}
     full = {module for module in chosen if module.rsplit(".", 1)[-1] in partly}
     return sorted((tails - partly) | full)
+
+
+def _pattern_within(modules: Iterable[str]) -> str | None:
+    """The regular expression of these modules of a `language_model`'s layers, whatever a version of transformers puts
+    before it and behind it; None for a model of its own."""
+    layers: dict[str, list[int]] = {}
+    for module in modules:
+        found = _WITHIN.fullmatch(module)
+        if found is None:
+            return None
+        layers.setdefault(found[2], []).append(int(found[1]))
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, numbers in sorted(layers.items()):
+        alike.setdefault(tuple(sorted(numbers)), []).append(re.escape(name))
+    parts = [rf"({'|'.join(map(str, numbers))})\.({'|'.join(names)})" for numbers, names in sorted(alike.items())]
+    return rf"(.*\.)?language_model\.(model\.)?layers\.({'|'.join(parts)})"
 
 
 def _fingerprint(model: JaxCausalLM) -> str:

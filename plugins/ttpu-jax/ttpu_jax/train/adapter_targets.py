@@ -33,7 +33,7 @@ class Block:
     """The adapters of one module in equal layers.
 
     Attributes:
-        name: of its arrays.
+        name: of its arrays; blocks of two kernels that are made of one module (queries and their gate) share them.
         role: the place of its tensor among those that the kernel is made of.
         layers: the places of the adapted layers in the stack.
         modules: their modules, as the checkpoint names them.
@@ -136,8 +136,9 @@ def find_targets(
     names = {_module(name) for each in reached.values() for tensors in each for name in tensors}
     chosen = _chosen(settings, names, mapping, padded.model_type)
     found = []
+    held: dict[tuple[str, ...], str] = {}
     for path, tensors_of in reached.items():
-        blocks = _blocks(path, tensors_of, chosen, mapping.tensors)
+        blocks = _blocks(path, tensors_of, chosen, mapping.tensors, held)
         if blocks:
             copies = stacks[path]
             each = tuple(paddings.get(copy) for copy in copies)
@@ -195,14 +196,19 @@ def whole_paths(
 
 
 def _blocks(
-    path: str, tensors: tuple[tuple[str, ...], ...], chosen: frozenset[str], shapes: Mapping[str, tuple[int, ...]]
+    path: str,
+    tensors: tuple[tuple[str, ...], ...],
+    chosen: frozenset[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    held: dict[tuple[str, ...], str],
 ) -> tuple[Block, ...]:
+    """The blocks of a kernel; `held`, modules → the name of their arrays, gets those that no kernel before had."""
     blocks: list[Block] = []
     for role, first in enumerate(tensors[0]):
         layers = tuple(place for place, names in enumerate(tensors) if _module(names[role]) in chosen)
         if layers:
             modules = tuple(_module(tensors[place][role]) for place in layers)
-            name = f"{path.removesuffix('.kernel')}.{_module(first).rsplit('.', 1)[-1]}"
+            name = held.setdefault(modules, f"{path.removesuffix('.kernel')}.{_module(first).rsplit('.', 1)[-1]}")
             outputs, inputs = shapes[first]
             blocks.append(Block(name, role, layers, modules, outputs, inputs))
     return tuple(blocks)

@@ -8,6 +8,7 @@ so that the gradients of what a mesh repeats or pads need no rule of their own.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -235,7 +236,7 @@ class Adapters:
         """DoRA's magnitudes, the norms of the rows of each adapted module: [layers, out]."""
         if not self.settings.use_dora:
             return {}
-        found = {}
+        norms_of, copies_of = defaultdict[str, Any](float), defaultdict[str, Any](float)
         for target in self.targets:
             layers = len(target.copies)
             norms = jax.vmap(adapted_norms)(self._kernel(target, {**params, **arrays}, placement, plain=True))
@@ -244,9 +245,10 @@ class Adapters:
             sums = jax.vjp(lambda values, target=target: target.outputs(values, 1), zeros)[1]
             (total,), (count,) = sums(norms[..., None]), sums(jnp.ones_like(norms)[..., None])
             for block in target.blocks:
-                mean = (total[block.role] / count[block.role])[..., 0]
-                found[f"{block.name}.{MAGNITUDE}"] = mean[np.asarray(block.layers)]
-        return found
+                name, layers_of = f"{block.name}.{MAGNITUDE}", np.asarray(block.layers)
+                norms_of[name] += total[block.role][layers_of, :, 0]
+                copies_of[name] += count[block.role][layers_of, :, 0]
+        return {name: norms / copies_of[name] for name, norms in norms_of.items()}
 
 
 @dataclass(frozen=True)

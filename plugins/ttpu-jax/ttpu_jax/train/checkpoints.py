@@ -150,7 +150,7 @@ def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: P
             f"the checkpoint {place} was to be restored, but it is of {kinds[0]}, and this run trains {kinds[1]}: use "
             "that run's method, or another folder."
         )
-    ours, theirs = ({**one.get(ADAPTERS, {}), "base_path": None, "files": None} for one in (wanted, found))
+    ours, theirs = (_adapters_of(one) for one in (wanted, found))
     if ours != theirs:
         words = {"peft_config": "another peft_config", "base": "another base model or quantization of it"}
         differ = [words.get(name, name) for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -165,3 +165,10 @@ def check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any], place: P
             f"the checkpoint {place} was to be restored, but it is of another {found.get('model_type')} model, whose "
             f"parameters are not those of this {wanted['model_type']} model: use the folder of this model's run."
         )
+
+
+def _adapters_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be equal of adapters. Which modules they are of is in `modules`, however peft finds them."""
+    adapters = identity.get(ADAPTERS, {})
+    config = {**adapters.get("peft_config", {}), "target_modules": None}
+    return {**adapters, "base_path": None, "files": None, "peft_config": config}
