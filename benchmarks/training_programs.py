@@ -162,7 +162,6 @@ def compiled(row: Row) -> dict[str, Any]:
         return {**asked, "refused": str(error), "minutes": (time.monotonic() - began) / 60}
     mesh = resolve_parallelism(row.mesh, step.devices, usual=TRAINING_STRATEGY)
     plan = predicted_memory(arguments, architecture.spec, step.topology, mesh, step.rows)
-    seconds = step.seconds + step.kernel_seconds
     flops = step.rows * step.length * training_flops(architecture.spec, step.length)
     return {
         **asked,
@@ -173,9 +172,11 @@ def compiled(row: Row) -> dict[str, Any]:
         "formula_gib": held_by_formula(architecture, row) / GIB if row.optim == "adamw" else None,
         "plan_gib": None if plan["plan_bytes"] is None else plan["plan_bytes"] / GIB,
         "plan_held_gib": None if plan["plan_bytes"] is None else plan["plan_held_bytes"] / GIB,
-        "seconds": seconds,
+        "seconds": step.seconds,
         "kernel_seconds": step.kernel_seconds,
-        "mfu": flops / seconds / step.devices / step.peak_flops,
+        "dcn_seconds": step.dcn_seconds,
+        "host_seconds": step.host_seconds,
+        "mfu": flops / step.seconds / step.devices / step.peak_flops,
         "minutes": (time.monotonic() - began) / 60,
     }
 

@@ -34,7 +34,14 @@ class Chip:
     devices_per_chip: int
     chips_per_host: int
     dcn_bytes_per_second: float  # from one host to other slices, one direction
+    host_bytes_per_second: float  # between one device and its host's memory, one direction
     example: str
+
+    @property
+    def dcn_share(self) -> float:
+        """One device's share of its host's network cards, in bytes per second: all chips of a host send at once. Where
+        Google Cloud gives four chips of a host of eight to a virtual machine, the other four share the cards too."""
+        return self.dcn_bytes_per_second / (self.chips_per_host * self.devices_per_chip)
 
 
 # Peak rates, bandwidths, pod sizes and chips of a host: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, divided by
@@ -45,7 +52,9 @@ class Chip:
 # sums_on_sparse_cores: as libtpu 0.0.42 compiles programs. v5e has no SparseCores (cloud.google.com/tpu/docs/
 # system-architecture-tpu-vm); v4 has some.
 # dcn: the network cards of a host (v5e 2 × 100 Gbit/s, v6e 4 × 200 Gbit/s), or the documents' figure for a chip (50
-# Gbit/s on v5p, 100 on tpu7x) times the chips of a host.
+# Gbit/s on v5p, 100 on tpu7x) times the chips of a host. A pod of v5e has 6.4 Tbit/s, which is the same 25 a chip.
+# host: PCI Express, of which the documents state no rate. jax-ml.github.io/scaling-book/tpus has 16 GB/s each way for
+# v4, "typically around 1.5e10" for a chip, and 32 GB/s on v6e; a chip of tpu7x is assumed to have what one of v6e has.
 CHIPS: Mapping[str, Chip] = MappingProxyType({
     "v4": Chip(
         name="v4",
@@ -64,6 +73,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         devices_per_chip=1,
         chips_per_host=4,
         dcn_bytes_per_second=25e9,  # not published: assumed equal to v5p
+        host_bytes_per_second=16e9,
         example="v4:2x2x1",
     ),
     "v5e": Chip(
@@ -83,6 +93,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         devices_per_chip=1,
         chips_per_host=8,
         dcn_bytes_per_second=25e9,
+        host_bytes_per_second=15e9,
         example="v5e:2x4",
     ),
     "v5p": Chip(
@@ -102,6 +113,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         devices_per_chip=1,
         chips_per_host=4,
         dcn_bytes_per_second=25e9,
+        host_bytes_per_second=15e9,
         example="v5p:2x2x2",
     ),
     "v6e": Chip(
@@ -121,6 +133,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         devices_per_chip=1,
         chips_per_host=8,
         dcn_bytes_per_second=100e9,
+        host_bytes_per_second=32e9,
         example="v6e:2x4",
     ),
     "tpu7x": Chip(
@@ -140,6 +153,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({
         devices_per_chip=2,
         chips_per_host=4,
         dcn_bytes_per_second=50e9,
+        host_bytes_per_second=16e9,  # not published: assumed to be half of v6e, as a chip is two devices
         example="tpu7x:2x2x1",
     ),
 })

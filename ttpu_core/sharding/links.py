@@ -1,4 +1,5 @@
-"""The interconnect of TPUs: how long a collective takes on a ring, and which mesh axes lie across slices."""
+"""The interconnect of TPUs and the network between slices: how long a collective takes on each, and which mesh axes lie
+across slices."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from ttpu_core.sharding.strategy import MESH_AXES
 # An assumption, not a measurement: about a microsecond per hop (jax-ml.github.io/scaling-book). A ring that is used in
 # both directions needs half as many hops.
 HOP_SECONDS = 0.5e-6
+
+DCN_SECONDS = 20e-6
+"""Assumed latency of one exchange between slices, whatever its size: none is published."""
 
 
 def collective_seconds(
@@ -57,6 +61,31 @@ def permute_seconds(
     """
     crossing = hops if messages is None else messages
     return crossing * result_bytes / link_bytes_per_second + 2 * hops * HOP_SECONDS
+
+
+def dcn_seconds(op: str, result_bytes: float, slices: int, bytes_per_second: float) -> float:
+    """Time in which each device exchanges data with those in its place in other slices, over the data centre network.
+    No latency is included (`DCN_SECONDS`).
+
+    A device is taken to send no more than it must: as on a ring, see `collective_seconds`; in an all-to-all, all that
+    is for other slices.
+
+    Args:
+        op: the kind of collective.
+        result_bytes: bytes of the result on one device.
+        slices: number of slices that take part.
+        bytes_per_second: one device's share of its host's network cards (`Chip.dcn_share`).
+    """
+    others = (slices - 1) / slices
+    sent = {
+        "all-gather": others,
+        "reduce-scatter": slices - 1.0,
+        "all-reduce": 2 * others,
+        "all-to-all": others,
+        "ragged-all-to-all": others,
+        "collective-permute": 1.0,
+    }[op]
+    return result_bytes * sent / bytes_per_second
 
 
 def slice_axes(mesh: Mapping[str, int], slices: int) -> dict[str, int]:

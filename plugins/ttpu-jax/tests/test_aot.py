@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.sharding.hardware import slice_sizes
+from ttpu_core.sharding.links import DCN_SECONDS
 from ttpu_core.sharding.torus import Torus
 from ttpu_jax.aot import hlo, schedule, topology
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
@@ -72,6 +73,33 @@ ENTRY %main (p: f32[512,512], big: bf16[2048,2048]) -> f32[512,512] {{
 def entry(*lines: str) -> str:
     body = "\n".join(f"  {line}" for line in lines)
     return f"HloModule m, is_scheduled=true, num_partitions=8\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+def exchange(name: str, kind: str, shape: str, target: str | None = None) -> tuple[str, ...]:
+    """The start of an exchange between slices, as libtpu writes it."""
+    of = f'_xla_host_transfer_rendezvous="{name}_0",_xla_megascale_transfer_type="{kind}"'
+    if target is not None:
+        of += f",_xla_megascale_target={target}"
+    frontend = f'frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime",{of}}}'
+    return (
+        f"%{name}.t = token[] after-all()",
+        f"%{name}.q = {shape} parameter(1)",
+        f"%{name}.s = ({shape}, u32[], token[]) send(%{name}.q, %{name}.t), is_host_transfer=true, {frontend}",
+        f"%{name}.r = ({shape}, u32[], token[]) recv(%{name}.t), is_host_transfer=true, {frontend}",
+    )
+
+
+def received(name: str, shape: str) -> tuple[str, ...]:
+    """The end of an exchange between slices."""
+    return (
+        f"%{name}.sd = token[] send-done(%{name}.s), is_host_transfer=true",
+        f"%{name}.rd = ({shape}, token[]) recv-done(%{name}.r), is_host_transfer=true",
+    )
+
+
+def work(cycles: int) -> str:
+    """An operation of the core."""
+    return f'%w = f32[8] fusion(%p), kind=kLoop, calls=%g, backend_config={{"estimated_cycles":"{cycles}"}}'
 
 
 def only_collective(*lines: str) -> hlo.Collective:
@@ -235,15 +263,93 @@ class TestEstimate:
     def test_a_kernel_without_an_estimate_is_reported(self) -> None:
         assert schedule.estimate(LOOP, "v5e").unmodelled == (schedule.Unmodelled("kernel", "custom-call", 1),)
 
-    def test_what_is_sent_to_another_slice_is_reported_without_an_estimate(self) -> None:
-        handler = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
-        attributes = f"is_host_transfer=true, frontend_attributes={{{handler}}}"
+    def test_what_is_sent_by_the_host_to_no_slice_is_reported_without_an_estimate(self) -> None:
         text = entry(
             "%t = token[] after-all()",
-            f"%s = (f32[8], u32[], token[]) send(%p, %t), channel_id=1, {attributes}",
-            f"%d = token[] send-done(%s), channel_id=1, {attributes}",
+            "%s = (f32[8], u32[], token[]) send(%p, %t), channel_id=1, is_host_transfer=true",
+            "%d = token[] send-done(%s), channel_id=1, is_host_transfer=true",
         )
         assert schedule.estimate(text, "v5e").unmodelled == (schedule.Unmodelled("s", "send", 1),)
+
+    @pytest.mark.parametrize("cycles", [0, 1_500_000, 30_000_000])
+    @pytest.mark.parametrize("chip", ["v6e", "v5e"])
+    def test_what_slices_exchange_takes_time_until_it_is_received(self, chip: str, cycles: int) -> None:
+        """Twice the half of 64 MiB, through an eighth of the cards of a host."""
+        text = entry(*exchange("a", "ALL_REDUCE", "f32[16777216]"), work(cycles), *received("a", "f32[16777216]"))
+        result = schedule.estimate(text, chip, slices=2)
+        data, product = 2**26 / (CHIPS[chip].dcn_bytes_per_second / 8), cycles / CHIPS[chip].clock_hz
+        assert result.seconds == pytest.approx(max(data + DCN_SECONDS, product))
+        assert result.breakdown.dcn_in_background == pytest.approx(data + DCN_SECONDS)
+        assert result.breakdown.dcn_wait == pytest.approx(max(0.0, data + DCN_SECONDS - product))
+        assert result.breakdown.on_core == pytest.approx(result.seconds)
+        assert not result.unmodelled and not result.breakdown.collective_wait
+        assert result.hbm_seconds == pytest.approx(2 * 2**26 / CHIPS[chip].hbm_bytes_per_second, rel=1e-3)
+
+    def test_exchanges_between_slices_go_one_after_another(self) -> None:
+        both = [line for name in "ab" for line in exchange(name, "ALL_REDUCE", "f32[16777216]")]
+        text = entry(*both, *received("a", "f32[16777216]"), *received("b", "f32[16777216]"))
+        result = schedule.estimate(text, "v6e", slices=2)
+        assert result.seconds == pytest.approx(2 * 2**26 / 12.5e9 + DCN_SECONDS)  # the first one's latency is hidden
+
+    @pytest.mark.parametrize(
+        ("kind", "slices", "sent"),
+        [
+            ("ALL_REDUCE", 4, 2 * 3 / 4),
+            ("ALL_GATHER", 4, 3 / 4),
+            ("REDUCE_SCATTER", 4, 3),
+            ("ALL_TO_ALL", 4, 3 / 4),
+            ("ALL_REDUCE", 2, 1),
+            ("ONE_TO_ONE", 2, 1),
+        ],
+    )
+    @pytest.mark.parametrize("named", ["slices", "devices", "nowhere"])
+    def test_a_device_sends_what_other_slices_need(self, kind: str, slices: int, sent: float, named: str) -> None:
+        """The text names the slices of a group, or devices of them as 100,000 a slice and their own number."""
+        group = range(1, slices + 1)
+        targets = {
+            "slices": f'"{{{",".join(map(str, group))}}}x{{0:7}}"',
+            "devices": f"{{{{{','.join(f'{one}00003' for one in group)}}},{{500000,700000}}}}",
+            "nowhere": None,
+        }
+        text = entry(*exchange("a", kind, "f32[1048576]", targets[named]), *received("a", "f32[1048576]"))
+        result = schedule.estimate(text, "v5p", slices=slices)
+        assert result.breakdown.dcn_wait == pytest.approx(sent * 2**22 / 6.25e9 + DCN_SECONDS)
+        (found,) = hlo.collectives(text, slices)
+        op = "collective-permute" if kind == "ONE_TO_ONE" else kind.lower().replace("_", "-")
+        assert (found.op, found.group_size) == (f"dcn-{op}", slices)
+        assert (found.result_bytes, found.is_async, found.count) == (2**22, True, 1)
+
+    @pytest.mark.parametrize("chip", ["v5e", "v6e"])
+    def test_copies_to_and_from_the_host_take_the_time_of_its_bus(self, chip: str) -> None:
+        """Each way has its own queue. Of an array in the host's memory only a part is read, or written."""
+        part, whole, index = "f32[1,1048576]{1,0}", "f32[8,1048576]{1,0:S(5)}", "s32[]{:T(128)}"
+        indices = f"{index}, {index}"
+        text = entry(
+            f"%h = {whole} parameter(1)",
+            f"%i = {index} parameter(2)",
+            f"%b = (({whole}, {indices}), {part}, u32[]{{:S(2)}}) dynamic-slice-start(%h, %i, %i)",
+            f"%c = {part} dynamic-slice-done(%b)",
+            f"%d = (({whole}, {part}, {indices}), {whole}, u32[]{{:S(2)}}) dynamic-update-slice-start(%h, %c, %i, %i)",
+            "%e = (f32[1048576]{0:S(5)}, f32[1048576]{0}, u32[]{:S(2)}) copy-start(%p)",
+            "%f = (f32[1048576]{0}, f32[1048576]{0:S(5)}, u32[]{:S(2)}) copy-start(%q)",
+            "%g = f32[1048576]{0} copy-done(%f)",
+            f"%j = {whole} dynamic-update-slice-done(%d)",
+            "ROOT %k = f32[1048576]{0:S(5)} copy-done(%e)",
+        )
+        result, one = schedule.estimate(text, chip), 2**22 / CHIPS[chip].host_bytes_per_second
+        assert result.seconds == pytest.approx(3 * one, rel=1e-6)  # of four, two go at once
+        assert result.breakdown.host_in_background == pytest.approx(4 * one)
+        assert result.breakdown.host_wait == pytest.approx(3 * one) and not result.breakdown.copy_wait
+        assert result.hbm_seconds == pytest.approx(4 * 2**22 / CHIPS[chip].hbm_bytes_per_second, rel=1e-3)
+
+    def test_a_part_that_is_written_in_the_background_is_a_copy_in_hbm_too(self) -> None:
+        part, whole = "f32[1,1048576]{1,0:S(1)}", "f32[8,1048576]{1,0}"
+        text = entry(
+            f"%d = (({whole}, {part}, s32[]), {whole}, u32[]{{:S(2)}}) dynamic-update-slice-start(%p, %q, %i)",
+            f"ROOT %j = {whole} dynamic-update-slice-done(%d)",
+        )
+        result = schedule.estimate(text, "v5e")
+        assert result.seconds == result.breakdown.copy_wait == result.hbm_seconds == pytest.approx(2**22 / 819e9)
 
     def test_the_cost_that_a_kernel_states_gives_its_least_time_apart(self) -> None:
         cost = 'backend_config={"cost_estimate":{"flops":"%d","transcendentals":"0","bytes_accessed":"%d"}}'
@@ -653,6 +759,31 @@ class TestCompile:
         assert compile_for(v5e, jitted, array(mesh, (256, 256))).alias_bytes == 256 * 256 * 2
         with pytest.raises(UnsupportedError, match=r"already under jax\.jit"):
             compile_for(v5e, jitted, array(mesh, (256, 256)), donate_argnums=0)
+
+    def test_what_slices_exchange_is_a_collective_with_a_time(self) -> None:
+        pytest.importorskip("libtpu")
+        slices = tpu_topology("2*v6e:2x2")
+        mesh = make_mesh(slices, {"data": 2, "tensor": 4}, {"data": 2})
+        x = array(mesh, (4096, 4096), "data", None)
+        found = compile_for(slices, lambda x: x.astype(jnp.float32).sum(0), x)
+        (sums,) = found.collectives
+        assert (sums.op, sums.group_size, sums.result_bytes) == ("dcn-all-reduce", 2, 4096 * 4)
+        parts, data = found.estimate.breakdown, 4096 * 4 / slices.chip.dcn_share
+        assert parts.dcn_in_background == pytest.approx(data + DCN_SECONDS)
+        assert parts.dcn_wait == pytest.approx(parts.dcn_in_background)  # nothing else is there to do
+        assert not [one for one in found.estimate.unmodelled if one.op in ("send", "recv")]
+
+    def test_an_array_on_the_host_comes_and_goes_over_the_hosts_bus(self, v5e: TpuTopology, mesh: Mesh) -> None:
+        on_host = NamedSharding(mesh, P("tensor"), memory_kind="pinned_host")
+
+        def step(x: jax.Array) -> jax.Array:
+            return jax.device_put(jax.device_put(x, jax.memory.Space.Device) + 1, jax.memory.Space.Host)
+
+        x = jax.ShapeDtypeStruct((8 * 1024, 1024), jnp.float32, sharding=on_host)
+        found = compile_for(v5e, jax.jit(step, out_shardings=on_host), x).estimate
+        one = 2**22 / v5e.chip.host_bytes_per_second
+        assert found.breakdown.host_in_background == pytest.approx(2 * one)
+        assert 1.5 * one < found.breakdown.host_wait < found.seconds
 
     def test_the_estimate_is_at_least_the_roofline(self, program: CompiledProgram) -> None:
         weights_read = 2 * 5 * 1024 * 4096 * 2 / 8 / CHIPS["v5e"].hbm_bytes_per_second

@@ -354,6 +354,21 @@ class TestCommand:
         drawn = picture.read_text(encoding="utf-8")
         assert "decode 32 × 128 on v5e:1x1" in drawn and "attention projections" in drawn
 
+    @pytest.mark.tpu_compile
+    def test_it_says_what_slices_exchange_and_how_much_of_that_is_hidden(self, config: Path) -> None:
+        asked = ("--topology", "2*v6e:1x1", "--mesh", "dcn.tensor=2", "--task", "decode", "--context", 128)
+        (program,) = json.loads(self.run(config, *asked, "--json").stdout)["programs"]
+        exchanged = {one["op"]: one for one in program["collectives"]}
+        assert exchanged["dcn-all-reduce"]["count"] == exchanged["dcn-all-reduce"]["in_background"] >= 2
+        parts = program["breakdown"]
+        assert 0 < parts["dcn_wait"] <= parts["dcn_in_background"] * (1 + 1e-9)
+        assert sum(one["breakdown"]["dcn_wait"] for one in program["parts"]) == pytest.approx(parts["dcn_wait"])
+        assert not [one for one in program["unmodelled"] if "send" in one["name"]]
+        table = " ".join(self.run(config, *asked, "--explain").stdout.split())
+        seconds = f"{parts['dcn_in_background'] * 1e3:.2f} ms, {parts['dcn_wait'] * 1e3:.2f} ms waited for"
+        assert f"between slices {seconds}" in table and "dcn-all-reduces" in table
+        assert "to and from the host" not in table and "waits for the host" not in table
+
     @pytest.mark.parametrize(
         ("name", "said"),
         [("parts.gif", "written as .png or .svg"), ("nowhere/parts.png", "its folder does not exist")],

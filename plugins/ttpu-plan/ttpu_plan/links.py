@@ -9,11 +9,8 @@ from itertools import combinations
 from math import gcd, prod
 
 from ttpu_core.sharding.hardware import Topology
-from ttpu_core.sharding.links import collective_seconds, slice_axes
+from ttpu_core.sharding.links import DCN_SECONDS, collective_seconds, dcn_seconds, slice_axes
 from ttpu_core.sharding.strategy import MESH_AXES
-
-DCN_SECONDS = 20e-6
-"""Assumed latency of one exchange between slices, independent of its size."""
 
 LINE = 0.5
 """A line's share of a ring's bandwidth: no link closes the line, so an end sends all data in one direction."""
@@ -53,11 +50,8 @@ class Links:
         ici = collective_seconds(op, of_slice, group, self.ici_bytes_per_second, max(rings, LINE))
         if slices == 1:
             return ici, 0.0
-        if "all-to-all" in op:  # all that goes to other slices
-            return ici, result_bytes * (slices - 1) / slices / self.dcn_bytes_per_second + DCN_SECONDS
-        own = result_bytes * (slices if op == "reduce-scatter" else 1) / (1 if op == "reduce-scatter" else group)
-        sent = own * (slices - 1) / slices * (2 if op == "all-reduce" else 1)
-        return ici, sent / self.dcn_bytes_per_second + DCN_SECONDS
+        own = result_bytes if op == "reduce-scatter" or "all-to-all" in op else result_bytes / group
+        return ici, dcn_seconds(op, own, slices, self.dcn_bytes_per_second) + DCN_SECONDS
 
 
 def links_of(mesh: Mapping[str, int], topology: Topology, dcn: Mapping[str, int] | None = None) -> Links:
@@ -80,10 +74,7 @@ def links_of(mesh: Mapping[str, int], topology: Topology, dcn: Mapping[str, int]
     rings = {}
     for axis in reversed([axis for axis in MESH_AXES if inside.get(axis, 1) > 1]):
         rings[axis] = _take(left, inside[axis])
-    devices_per_host = topology.devices_per_slice // (topology.num_hosts // topology.slices)
-    return Links(
-        rings, inside, slices, topology.chip.ici_bytes_per_second, topology.chip.dcn_bytes_per_second / devices_per_host
-    )
+    return Links(rings, inside, slices, topology.chip.ici_bytes_per_second, topology.chip.dcn_share)
 
 
 @dataclass(slots=True)

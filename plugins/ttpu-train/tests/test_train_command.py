@@ -6,6 +6,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from ttpu import AutoModelForTPU
 from ttpu_core.cli.console import print_json
 from ttpu_core.cli.main import app
+from ttpu_core.sharding.hardware import CHIPS
 from ttpu_train.cli.train import exit_code, plain_warnings, resumed_if_restarted, what_is_left
 from ttpu_train.trainer import TrainOutput
 
@@ -76,6 +78,41 @@ def test_a_dry_run_says_what_a_slice_holds(file: Path) -> None:
         assert 0 < figures["mfu"] < 1
         assert figures["held_bytes"] <= figures["plan_held_bytes"] < figures["plan_bytes"]  # tiles pad small arrays
     assert sharded["held_bytes"] == pytest.approx(whole["held_bytes"] / 4, rel=0.05)  # but for norms and the count
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("topology", "options", "beside"),
+    [
+        ("2*v6e:2x2", ("parallelism_strategy=dcn.data=2,tensor=4",), "dcn_seconds"),
+        ("v6e:2x2", ("parallelism_strategy=fsdp", "offload_optimizer=true"), "host_seconds"),
+    ],
+    ids=["slices", "host"],
+)
+def test_a_dry_run_counts_what_goes_between_slices_and_to_the_host(
+    file: Path, monkeypatch: pytest.MonkeyPatch, topology: str, options: tuple[str, ...], beside: str
+) -> None:
+    pytest.importorskip("libtpu")
+    from ttpu_jax.aot import training
+
+    programs = []
+
+    def compiled(*given: Any, **options: Any) -> Any:
+        programs.append(compile_for(*given, **options))
+        return programs[-1]
+
+    compile_for = training.compile_for
+    monkeypatch.setattr(training, "compile_for", compiled)
+    figures = json.loads(ttpu("train", file, "--dry-run", "--topology", topology, *options, "--json"))
+    (program,) = programs
+    assert figures["seconds"] == program.estimate.total_seconds, "kernels and HBM's bandwidth are counted"
+    rate = figures["rows"] * figures["length"] / figures["seconds"] / figures["devices"]
+    assert figures["tokens_per_second_per_device"] == pytest.approx(rate)
+    assert {name for name in ("dcn_seconds", "host_seconds") if figures[name]} == {beside}
+    assert all("send" not in one.name for one in program.estimate.unmodelled)
+    if beside == "host_seconds":  # two moments, each as large as the master weights, are brought and taken back
+        moved = 4 * figures["held_bytes"] / CHIPS["v6e"].host_bytes_per_second
+        assert figures["host_seconds"] == pytest.approx(moved, rel=0.05)
 
 
 def test_a_dry_run_needs_a_slice(file: Path) -> None:

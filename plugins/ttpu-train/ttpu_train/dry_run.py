@@ -20,9 +20,8 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
     config ties to the embedding.
 
     Returns:
-        The figures of `CompiledTraining` by name, where `seconds` counts kernels with their least time,
-        tokens_per_second_per_device and mfu; and of the planner plan_bytes and plan_held_bytes, what it predicts of
-        peak_bytes and held_bytes, or None with the reason in plan_note.
+        The figures of `CompiledTraining` by name, tokens_per_second_per_device and mfu; and of the planner plan_bytes
+        and plan_held_bytes, what it predicts of peak_bytes and held_bytes, or None with the reason in plan_note.
 
     Raises:
         RequestError: a mesh that is no text, settings that contradict the model, or a plan for another slice.
@@ -66,9 +65,8 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
         parallelism_strategy=strategy,
     )
     figures = {name: getattr(found, name) for name in CompiledTraining.__annotations__}
-    seconds = found.seconds + found.kernel_seconds
-    rate = found.rows * found.length / seconds / found.devices
+    rate = found.rows * found.length / found.seconds / found.devices
     mfu = rate * training_flops(architecture.spec, found.length) / found.peak_flops
     mesh = followed or resolve_parallelism(strategy or "fsdp", found.devices, usual=TRAINING_STRATEGY)
     plan = predicted_memory(args, architecture.spec, topology, mesh, found.rows)
-    return {**figures, "seconds": seconds, "tokens_per_second_per_device": rate, "mfu": mfu, **plan}
+    return {**figures, "tokens_per_second_per_device": rate, "mfu": mfu, **plan}

@@ -407,8 +407,10 @@ class CompiledTraining(Protocol):
         peak_bytes: of a device.
         hbm_bytes: that a program may use on a device.
         held_bytes: master weights and optimizer state of a device.
-        seconds: predicted for an update, without kernels.
+        seconds: predicted for an update, with kernels, and with HBM's bandwidth shared.
         kernel_seconds: the least time of kernels that state their cost.
+        dcn_seconds: what data takes between slices in an update, hidden or waited for, at an assumed rate.
+        host_seconds: what copies to and from the host's memory take, hidden or waited for, at an assumed rate.
         peak_flops: of a device, per second, in bfloat16.
         compile_seconds: that compiling took.
     """
@@ -423,5 +425,7 @@ class CompiledTraining(Protocol):
     held_bytes: int
     seconds: float
     kernel_seconds: float
+    dcn_seconds: float
+    host_seconds: float
     peak_flops: float
     compile_seconds: float

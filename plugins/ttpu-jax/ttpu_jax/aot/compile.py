@@ -121,6 +121,7 @@ def compile_lowered(
         raise explained(error, topology, name) from error
     compile_seconds, compile_cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     memory, text = executable.memory_analysis(), executable.as_text()
+    slices = parse_topology(topology.name).slices
     return CompiledProgram(
         topology=topology,
         peak_bytes=memory.peak_memory_in_bytes - _host_bytes(memory),
@@ -130,8 +131,8 @@ def compile_lowered(
         temp_bytes=memory.temp_size_in_bytes,
         compile_seconds=compile_seconds,
         compile_cpu_seconds=compile_cpu_seconds,
-        collectives=collectives(text),
-        estimate=estimate(text, topology.chip.name, torus=_torus(topology, executable)),
+        collectives=collectives(text, slices),
+        estimate=estimate(text, topology.chip.name, torus=_torus(topology, executable), slices=slices),
         hlo_text=text,
         executable=executable,
     )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .copies import COPY_STARTS, copied_bytes, ends
 from .hlo import (
     COLLECTIVE_OPS,
     FREE_CUSTOM_CALL,
@@ -24,7 +25,6 @@ _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # VMEM and other memories beside HBM
 _NOTHING = frozenset(
     {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "iota", "after-all", "partition-id", "domain"}
 )
-_COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
 _READS_PARTS = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write a part of their first operand in place, and which operand has it."""
@@ -60,8 +60,10 @@ class Traffic:
             return max((self.of(one) for one in self.module.branches(instruction)), default=0)
         if op == "call":
             return self.of(self.module.callee(instruction) or "")
-        if op in _COPY_STARTS:
+        if op in COPY_STARTS:
             return _copied(instruction)
+        if op == "send":
+            return self._operands(instruction, made)
         if op == "fusion":
             return self._of_fusion(instruction, made)
         if op in _UPDATES:
@@ -155,11 +157,10 @@ def in_hbm(shape: str) -> int:
 
 
 def _copied(start: Instruction) -> int:
-    """Bytes of an asynchronous copy, as often as one of its ends is in HBM."""
-    if start.op != "copy-start":
-        return min((size for size in start.arrays if size > 4), default=0)
-    ends = _ARRAY_AND_LAYOUT.findall(start.shape)[:2]
-    return start.arrays[0] * sum(not _ELSEWHERE.search(layout) for _, layout in ends)
+    """Bytes of an asynchronous copy: of a whole array as often as one of its ends is in HBM, of a part once."""
+    if start.op in ("slice-start", "dynamic-slice-start"):
+        return copied_bytes(start)
+    return copied_bytes(start) * sum(in_hbm(end) > 0 for end in ends(start))
 
 
 def _results(body: tuple[Instruction, ...], inner: Mapping[str, Instruction]) -> list[Instruction]:

@@ -13,6 +13,8 @@ import numpy as np
 from ttpu_core.spec.arithmetic import BITS
 from ttpu_jax.ops.parts import OTHER, OVERFLOW, filled_share, part_of
 
+from .dcn import DCN, dcn_op, group_of_slices
+
 FREE_CUSTOM_CALL = re.compile(
     r'target="(AllocateBuffer|ConcatBitcast|Assume|GatherScatterIndices|Sharding|AsyncCollective|PrepareAsyncCall)'
 )
@@ -178,11 +180,11 @@ class Module:
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective of a program. `count` is the product of the trip counts of the loops around it; unknown trip
-    counts count as 1."""
+    counts count as 1. Names of those between slices begin with `ttpu_jax.aot.dcn.DCN`."""
 
     op: str
     result_bytes: int  # on one device, of one execution
-    group_size: int
+    group_size: int  # devices, or between slices how many of these
     count: int
     is_async: bool
     name: str
@@ -235,6 +237,11 @@ def collective_bytes(instruction: Instruction) -> int:
     return sum(instruction.arrays)
 
 
+def received_bytes(recv: Instruction) -> int:
+    """The bytes that a device has received after a `recv`, or sent with a `send`: the first array of its result."""
+    return sum(array_bytes(tuple_elements(recv.shape)[0]))
+
+
 def fused_collective(module: Module, fusion: Instruction) -> tuple[str, int, Instruction] | None:
     """(op, result bytes, the collective itself) of a fusion around a collective, or None for other fusions.
 
@@ -254,15 +261,24 @@ def computes_meanwhile(module: Module, fusion: Instruction) -> bool:
     return (module.callee(fusion) or "").startswith("async_collective_fusion")
 
 
-def collectives(text: str) -> tuple[Collective, ...]:
-    """Every collective of a scheduled program in the order of its schedule."""
+def collectives(text: str, slices: int = 1) -> tuple[Collective, ...]:
+    """Every collective of a scheduled program over `slices` slices, in the order of its schedule."""
     module = parse(text)
-    return tuple(_collectives(module, module.entry, 1, False))
+    return tuple(_collectives(module, module.entry, 1, False, slices))
 
 
-def _collectives(module: Module, computation: str, count: int, is_async: bool) -> Iterator[Collective]:
+def _collectives(module: Module, computation: str, count: int, is_async: bool, slices: int) -> Iterator[Collective]:
     for instruction in module.body(computation):
-        if op := instruction.collective_op:
+        if instruction.op == "recv" and (op := dcn_op(instruction)):
+            yield Collective(
+                op=f"{DCN}{op}",
+                result_bytes=received_bytes(instruction),
+                group_size=group_of_slices(instruction, slices),
+                count=count,
+                is_async=True,
+                name=instruction.name,
+            )
+        elif op := instruction.collective_op:
             yield Collective(
                 op=op,
                 result_bytes=collective_bytes(instruction),
@@ -273,15 +289,17 @@ def _collectives(module: Module, computation: str, count: int, is_async: bool) -
             )
         elif instruction.op == "while":
             body = instruction.attribute("body") or ""
-            yield from _collectives(module, body, count * module.executions(instruction), is_async)
+            yield from _collectives(module, body, count * module.executions(instruction), is_async, slices)
         elif instruction.op == "conditional":
             for branch in module.branches(instruction):
-                yield from _collectives(module, branch, count, is_async)
+                yield from _collectives(module, branch, count, is_async, slices)
         elif instruction.op in ("fusion", "call", "async-start", "call-start"):
-            yield from _called_collectives(module, instruction, count, is_async)
+            yield from _called_collectives(module, instruction, count, is_async, slices)
 
 
-def _called_collectives(module: Module, caller: Instruction, count: int, is_async: bool) -> Iterator[Collective]:
+def _called_collectives(
+    module: Module, caller: Instruction, count: int, is_async: bool, slices: int
+) -> Iterator[Collective]:
     if computes_meanwhile(module, caller) or caller.name.startswith("async-collective-done"):
         return
     fused = fused_collective(module, caller) if caller.op == "fusion" else None
@@ -290,7 +308,7 @@ def _called_collectives(module: Module, caller: Instruction, count: int, is_asyn
         yield Collective(op, result_bytes, module.group_size(inner), count, is_async, caller.name)
         return
     starts = caller.op.endswith("-start") or caller.name.startswith("async-collective")
-    yield from _collectives(module, module.callee(caller) or "", count, is_async or starts)
+    yield from _collectives(module, module.callee(caller) or "", count, is_async or starts, slices)
 
 
 def _parse_instruction(line: str) -> Instruction | None:

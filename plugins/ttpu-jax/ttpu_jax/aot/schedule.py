@@ -2,8 +2,9 @@
 spent on.
 
 The compiler writes its own cycle estimate on nearly every fusion. The estimate walks the schedule with one clock for
-the core, one for the queue of asynchronous copies and one for each set of links that collectives use, and multiplies
-loops by their trip counts. Compared with rooflines, large products reach 70 to 90 %: the estimate ranks programs, but
+the core, one for the queue of asynchronous copies, one for each set of links that collectives use, one for the network
+between slices and one for each direction between the device and its host's memory, and multiplies loops by their trip
+counts. Compared with rooflines, large products reach 70 to 90 %: the estimate ranks programs, but
 is not an absolute time. `Compiled.cost_analysis()["optimal_seconds"]` is not an alternative: it counts loop bodies once
 and can be negative."""
 
@@ -12,11 +13,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ttpu_core.sharding.links import HOP_SECONDS, collective_seconds, permute_seconds
+from ttpu_core.sharding.links import DCN_SECONDS, HOP_SECONDS, collective_seconds, dcn_seconds, permute_seconds
 from ttpu_core.sharding.torus import Torus
 from ttpu_jax.ops.fetched import FETCH_BEGIN, FETCH_END
 from ttpu_jax.ops.parts import OTHER
 
+from .copies import COPY_DONES, COPY_STARTS, copied_bytes, host_direction
+from .dcn import dcn_op, group_of_slices, rendezvous
 from .hbm import Traffic, hbm_bytes
 from .hlo import (
     COLLECTIVE_OPS,
@@ -27,6 +30,7 @@ from .hlo import (
     computes_meanwhile,
     fused_collective,
     parse,
+    received_bytes,
     replica_groups,
 )
 from .kernels import flops_rate, known_cost, vector_rate
@@ -44,8 +48,6 @@ smallest operations on HBM are 1,826 cycles on v5e, 2,121 on v5p and v6e, and 2,
 microseconds; those in VMEM alone take a tenth of that."""
 _TOP = 12
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
-_COPY_STARTS = ("copy-start", "slice-start", "dynamic-slice-start")
-_COPY_DONES = ("copy-done", "slice-done", "dynamic-slice-done")
 _OFFLOAD_STARTS = ("async-start", "call-start")  # collectives that SparseCores perform
 _COLLECTIVE_DONES = ("async-done", "call-done", *(f"{op}-done" for op in COLLECTIVE_OPS))
 _WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution", "dot", "rng-bit-generator")
@@ -53,13 +55,24 @@ _WORK_WITHOUT_FUSION = ("sort", "scatter", "dynamic-update-slice", "convolution"
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds by cause. All but the last add up on the core's clock."""
+    """Seconds by cause. All but those in the background add up on the core's clock. Of what takes time in the
+    background, the core waits for a part, and the rest is hidden."""
 
     compute: float = 0.0
     copy_wait: float = 0.0  # the core waits for a copy between HBM and VMEM
+    host_wait: float = 0.0  # the core waits for a copy between HBM and the host's memory
     collective: float = 0.0  # the core takes part in a collective
     collective_wait: float = 0.0  # the core waits for the end of an asynchronous collective
+    dcn_wait: float = 0.0  # the core waits for data from other slices
     collective_in_background: float = 0.0  # time of asynchronous collectives, which overlaps with the rest
+    dcn_in_background: float = 0.0  # time that data takes between slices
+    host_in_background: float = 0.0  # time of copies between HBM and the host's memory
+
+    @property
+    def on_core(self) -> float:
+        """Time on the core's clock."""
+        waits = self.copy_wait + self.host_wait + self.collective_wait + self.dcn_wait
+        return self.compute + self.collective + waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +96,7 @@ class PartCost:
     @property
     def seconds(self) -> float:
         """Time on the core, with kernels. The parts' times add up to the program's where no copy outlasts it."""
-        of = self.breakdown
-        return of.compute + of.copy_wait + of.collective + of.collective_wait + self.kernels
+        return self.breakdown.on_core + self.kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,11 @@ class ScheduleEstimate:
 
 
 def estimate(
-    hlo_text: str, chip: str, kernels: Mapping[str, float] | None = None, torus: Torus | None = None
+    hlo_text: str,
+    chip: str,
+    kernels: Mapping[str, float] | None = None,
+    torus: Torus | None = None,
+    slices: int = 1,
 ) -> ScheduleEstimate:
     """Estimate a program from its scheduled HLO text and the name of its chip ("v5e").
 
@@ -138,12 +154,13 @@ def estimate(
         torus: the slice's interconnect, with the program's devices in their order; None takes an all-to-all as one
             around a ring, and devices that send to one another as neighbours on rings.
         kernels: seconds of one execution of kernels, by their names without a number.
+        slices: that the program runs on.
 
     Raises:
         UnsupportedError: an unknown chip.
         ValueError: the text is not an HLO module.
     """
-    walk = _Walk(parse(hlo_text), chip_named(chip), torus)
+    walk = _Walk(parse(hlo_text), chip_named(chip), torus, slices)
     ledger = _Ledger()
     seconds = walk.run(walk.module.entry, 1, ledger)
     return ScheduleEstimate(
@@ -194,7 +211,7 @@ class _Ledger:
         on_core = [
             InstructionCost(name, kind, seconds)
             for (kind, name, _), seconds in self.costs.items()
-            if kind != "collective_in_background"
+            if not kind.endswith("_in_background")
         ]
         return tuple(sorted(on_core, key=lambda cost: cost.seconds, reverse=True)[:_TOP])
 
@@ -224,11 +241,17 @@ class _Clocks:
     ready: dict[str, float] = field(default_factory=dict)  # instruction → time at which the work it started finishes
     in_steps: dict[str | None, _InSteps] = field(default_factory=dict)  # by channel, which fusions repeat
     copying: list[str] = field(default_factory=list)  # names of copies that may be under way
+    lanes: dict[str, float] = field(default_factory=dict)  # to other slices, and each way to the host → time
 
     def queue_copy(self, name: str, seconds: float) -> None:
         self.copies = max(self.copies, self.core) + seconds
         self.ready[name] = self.copies
         self.copying.append(name)
+
+    def queue_in_lane(self, lane: str, name: str, seconds: float, latency: float = 0.0) -> None:
+        """Start to send data when those before in the same lane are sent."""
+        self.lanes[lane] = max(self.lanes.get(lane, 0.0), self.core) + seconds
+        self.ready[name] = self.lanes[lane] + latency
 
     def work(self, seconds: float, in_hbm: float = 0.0) -> None:
         """Advance the core by work that takes `seconds` alone, and HBM's whole bandwidth for `in_hbm` of them. Copies
@@ -263,6 +286,7 @@ class _Walk:
     module: Module
     chip: Chip
     torus: Torus | None = None  # None: all-to-alls and permutes go around rings
+    slices: int = 1
     kernels: Mapping[str, float] | None = None  # None: they take no time
     traffic: Traffic | None = None  # None: HBM's bandwidth is not shared, and kernels take their least time
 
@@ -272,16 +296,18 @@ class _Walk:
         clocks = _Clocks(made={one.name: one for one in body})
         for instruction in body:
             self._step(instruction, clocks, count, ledger)
-        return max(clocks.core, clocks.copies)
+        return max(clocks.core, clocks.copies, *clocks.lanes.values())
 
     def _step(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         op = instruction.op
         if op in ("while", "call", "conditional"):
             clocks.core += self._control_flow(instruction, count, ledger)
-        elif op in _COPY_STARTS:
-            clocks.queue_copy(instruction.name, _copied_bytes(instruction) / self.chip.hbm_bytes_per_second)
-        elif op in _COPY_DONES:
+        elif op in COPY_STARTS:
+            self._copy(instruction, clocks, count, ledger)
+        elif op in COPY_DONES:
             self._wait("copy_wait", instruction, clocks, count, ledger)
+        elif op == "recv-done":
+            self._wait("dcn_wait", instruction, clocks, count, ledger)
         elif op in _COLLECTIVE_DONES:
             self._wait("collective_wait", instruction, clocks, count, ledger)
         elif op in _OFFLOAD_STARTS:
@@ -296,8 +322,8 @@ class _Walk:
             self._fetch(instruction, clocks)
         elif op == "custom-call" and instruction.name.startswith(FETCH_END):
             self._fetched(instruction, clocks, count, ledger)
-        elif op == "send":  # to another slice, by the hosts
-            ledger.unmodelled.append(Unmodelled(instruction.name, op, count, part=instruction.part))
+        elif op == "send":
+            self._send(instruction, clocks, count, ledger)
         elif op in _WORK_WITHOUT_FUSION or (
             op == "custom-call" and not FREE_CUSTOM_CALL.search(instruction.attributes)
         ):
@@ -305,6 +331,28 @@ class _Walk:
             ledger.unmodelled.append(Unmodelled(instruction.name, op, count, roofline, instruction.part))
             if self.kernels is not None:
                 self._kernel(instruction, clocks, roofline)
+
+    def _copy(self, start: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
+        direction = host_direction(start)
+        if direction is None:
+            clocks.queue_copy(start.name, copied_bytes(start) / self.chip.hbm_bytes_per_second)
+            return
+        seconds = copied_bytes(start) / self.chip.host_bytes_per_second
+        clocks.queue_in_lane(direction, start.name, seconds)
+        ledger.add("host_in_background", start, seconds * count)
+
+    def _send(self, send: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
+        """Let data of this slice and of others go both ways until the `recv` of the same name has its own. Devices are
+        taken to send at the same moment, as they run the same program."""
+        name = rendezvous(send)
+        recv = next((one for one in clocks.made.values() if one.op == "recv" and rendezvous(one) == name), None)
+        if name is None or recv is None:
+            ledger.unmodelled.append(Unmodelled(send.name, send.op, count, part=send.part))
+            return
+        slices = group_of_slices(send, self.slices)
+        seconds = dcn_seconds(dcn_op(send) or "", received_bytes(recv), slices, self.chip.dcn_share)
+        clocks.queue_in_lane("other slices", recv.name, seconds, DCN_SECONDS)
+        ledger.add("dcn_in_background", recv, (seconds + DCN_SECONDS) * count)
 
     def _fetch(self, begin: Instruction, clocks: _Clocks) -> None:
         """Queue the copies that a kernel begins (`ttpu_jax.ops.fetch`), in the order of its results. Behind these come
@@ -384,6 +432,8 @@ class _Walk:
 
     def _wait(self, kind: str, done: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         started = done.operand_names[-1] if done.operand_names else ""
+        if started in clocks.made and host_direction(clocks.made[started]):
+            kind = "host_wait"
         ledger.add(kind, done, clocks.wait_until(clocks.ready.get(started, 0.0)) * count)
 
     def _compute(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
@@ -488,13 +538,6 @@ class _Walk:
             return self.torus.all_to_all_seconds(result_bytes, groups)
         group_size = self.module.group_size(collective)
         return collective_seconds(op, result_bytes, group_size, self.chip.ici_bytes_per_second, axes)
-
-
-def _copied_bytes(start: Instruction) -> int:
-    """Bytes that an asynchronous copy moves. Its result also names its source and a semaphore of four bytes."""
-    if start.op == "copy-start":
-        return start.arrays[0]
-    return min((size for size in start.arrays if size > 4), default=0)
 
 
 def _driven_axes(collective: Instruction) -> int:

@@ -40,6 +40,8 @@ class CompiledUpdate:
     held_bytes: int
     seconds: float
     kernel_seconds: float
+    dcn_seconds: float
+    host_seconds: float
     peak_flops: float
     compile_seconds: float
 
@@ -101,8 +103,10 @@ def compile_update(
         peak_bytes=program.peak_bytes,
         hbm_bytes=topology.chip.hbm_bytes,
         held_bytes=_device_bytes(step.held),
-        seconds=program.estimate.seconds,
+        seconds=program.estimate.total_seconds,
         kernel_seconds=program.estimate.kernel_seconds,
+        dcn_seconds=program.estimate.breakdown.dcn_in_background,
+        host_seconds=program.estimate.breakdown.host_in_background,
         peak_flops=topology.chip.bf16_flops,
         compile_seconds=program.compile_seconds,
     )

@@ -341,7 +341,8 @@ def _print(checkpoint: str, reports: list[ProgramReport], remark: str = "", *, e
     for _ in columns:
         table.add_column(justify="right")
     for label in columns[0]:
-        table.add_row(label, *(column[label] for column in columns))
+        if any(column[label] for column in columns):
+            table.add_row(label, *(column[label] or "none" for column in columns))
     console.print(table)
     for report in reports if explain else ():
         console.print(table_of(report))
@@ -356,10 +357,10 @@ _LAYERS = {"unrolled": "unrolled", "scan": "in a scan", "loop": "in a loop that 
 
 
 def _rows(report: ProgramReport) -> list[tuple[str, str]]:
-    """Label and value of each line of one program's column."""
+    """Label and value of each line of one program's column. A value that is empty is none."""
     parts = report.breakdown
     held = "weights, optimizer" if report.task == "train" else "KV cache"
-    waits = parts.copy_wait + parts.collective_wait
+    waits = parts.copy_wait + parts.host_wait + parts.collective_wait + parts.dcn_wait
     return [
         ("program", f"{report.task} {report.batch} × {report.context if report.task == 'decode' else report.tokens}"),
         ("slice", report.topology),
@@ -375,6 +376,8 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
         ("  collectives", _milliseconds(parts.collective)),
         ("  waiting", _milliseconds(waits)),
         ("  in the background", _milliseconds(parts.collective_in_background)),
+        ("  between slices", _hidden(parts.dcn_in_background, parts.dcn_wait)),
+        ("  to and from the host", _hidden(parts.host_in_background, parts.host_wait)),
         ("  HBM, at least", _milliseconds(report.hbm_seconds)),
         ("  roofline", _milliseconds(report.roofline_seconds)),
         ("kernels, at least", _milliseconds(report.kernel_seconds)),
@@ -390,6 +393,11 @@ def _rows(report: ProgramReport) -> list[tuple[str, str]]:
 
 def _collectives(report: ProgramReport) -> list[str]:
     return [f"{counted(one.count, one.op)}, {in_bytes(one.result_bytes)}" for one in report.collectives]
+
+
+def _hidden(seconds: float, waited: float) -> str:
+    """What goes on in the background, and how long the core waits for it."""
+    return f"{_milliseconds(seconds)}, {_milliseconds(waited)} waited for" if seconds else ""
 
 
 def _uncounted(report: ProgramReport) -> list[str]:

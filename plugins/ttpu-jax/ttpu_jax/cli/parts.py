@@ -19,8 +19,18 @@ KINDS: Mapping[str, Callable[[PartCost], float]] = {
     "collectives": lambda one: one.breakdown.collective + one.breakdown.collective_wait,
     "waits for copies": lambda one: one.breakdown.copy_wait,
     "kernels, at least": lambda one: one.kernels,
+    "waits for slices": lambda one: one.breakdown.dcn_wait,
+    "waits for the host": lambda one: one.breakdown.host_wait,
 }
 """What a core does, with its seconds in a part."""
+IN_BACKGROUND: Mapping[str, Callable[[PartCost], float]] = {
+    "in the background": lambda one: one.breakdown.collective_in_background,
+    "between slices": lambda one: one.breakdown.dcn_in_background,
+    "to and from the host": lambda one: one.breakdown.host_in_background,
+}
+"""What goes on beside the core, which waits for a part of it."""
+SELDOM = frozenset({"waits for slices", "waits for the host", "between slices", "to and from the host"})
+"""Of both, what is shown only where it takes time."""
 SMALLEST = 0.001
 """Share of a program's time below which a part is not drawn."""
 
@@ -38,18 +48,16 @@ def table_of(report: ProgramReport) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=name_of(report), title_justify="left", show_footer=True)
     whole = sum(one.seconds for one in report.parts)
-    background = sum(one.breakdown.collective_in_background for one in report.parts)
+    on_core, beside = _shown(KINDS, [report]), _shown(IN_BACKGROUND, [report])
     table.add_column("part", "all")
     table.add_column("ms", _ms(whole), justify="right")
     table.add_column("share", "", justify="right")
-    for kind, seconds in KINDS.items():
+    for kind, seconds in (on_core | beside).items():
         table.add_column(kind, _ms(sum(map(seconds, report.parts))), justify="right")
-    table.add_column("in the background", _ms(background), justify="right")
     for one in report.parts:
-        cells = [_ms(seconds(one)) for seconds in KINDS.values()]
-        hidden = _ms(one.breakdown.collective_in_background)
+        cells = [_ms(seconds(one)) for seconds in (on_core | beside).values()]
         share = f"{one.seconds / whole:.1%}" if whole else ""
-        table.add_row(one.part.replace("_", " "), _ms(one.seconds), share, *cells, hidden)
+        table.add_row(one.part.replace("_", " "), _ms(one.seconds), share, *cells)
     return table
 
 
@@ -58,6 +66,7 @@ def save_picture(reports: Sequence[ProgramReport], path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    kinds = _shown(KINDS, reports)
     shown = [[one for one in report.parts if one.seconds > SMALLEST * _seconds(report)] for report in reports]
     figure = Figure(figsize=(9, sum(0.9 + 0.32 * len(parts) for parts in shown) + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -65,7 +74,7 @@ def save_picture(reports: Sequence[ProgramReport], path: str | Path) -> None:
     for axis, report, parts in zip(panels, reports, shown, strict=True):
         names = [one.part.replace("_", " ") for one in parts]
         left = [0.0] * len(parts)
-        for (kind, seconds), colour in zip(KINDS.items(), PALETTE, strict=False):
+        for (kind, seconds), colour in zip(kinds.items(), PALETTE, strict=False):
             widths = [1e3 * seconds(one) for one in parts]
             axis.barh(names, widths, left=left, color=colour, label=kind, height=0.7)
             left = [before + width for before, width in zip(left, widths, strict=True)]
@@ -77,8 +86,15 @@ def save_picture(reports: Sequence[ProgramReport], path: str | Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("milliseconds, predicted by the compiler's schedule")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(kinds), frameon=False)
     write_figure(figure, path)
+
+
+def _shown(
+    kinds: Mapping[str, Callable[[PartCost], float]], reports: Sequence[ProgramReport]
+) -> dict[str, Callable[[PartCost], float]]:
+    parts = [one for report in reports for one in report.parts]
+    return {kind: seconds for kind, seconds in kinds.items() if kind not in SELDOM or any(map(seconds, parts))}
 
 
 def _seconds(report: ProgramReport) -> float:
