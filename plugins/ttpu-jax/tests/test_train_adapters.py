@@ -199,6 +199,16 @@ def test_adapters_lower_the_loss_beside_quantized_weights_on_every_mesh(checkpoi
         model.save_pretrained("nowhere")
 
 
+def test_a_model_that_was_used_before_runs_with_its_adapters(checkpoint: Path) -> None:
+    """What was compiled for kernels without adapters was called with them, which JAX refuses."""
+    model = AutoModelForTPU.from_pretrained(str(checkpoint), dtype="float32")
+    before = model(batch(0).tokens).logits
+    one = JaxBackend().train_runner(model, StepSettings(adapters=LORA))
+    after = one.model()(batch(0).tokens).logits
+    np.testing.assert_allclose(after, one.predict(batch(0))[1], atol=2e-5)
+    assert np.abs(after - before).max() > 1e-3
+
+
 def test_the_engine_reads_what_was_trained(plain: Any, checkpoint: Path) -> None:
     folder = plain["lora"][1]
     weights = read_adapter(folder / "after")

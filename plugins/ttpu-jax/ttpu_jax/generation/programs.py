@@ -90,6 +90,10 @@ class Programs:
         self._params = params
         self._programs: dict[tuple[Any, ...], Compiled] = {}
 
+    def forget(self) -> None:
+        """Drop what was compiled: parameters get other structures, as kernels get adapters."""
+        self._programs.clear()
+
     @property
     def compile_seconds(self) -> float:
         """How long this thread has compiled: programs of another thread's call are none of its own."""

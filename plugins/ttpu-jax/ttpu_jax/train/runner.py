@@ -446,6 +446,7 @@ class JaxTrainRunner:
 
     def _add_adapters(self, adapters: Adapters) -> None:
         """Make the arrays of adapters: new ones, or those of the adapter to begin with."""
+        self._model.programs.forget()
         own = adapters.table(self._zero.weights)
         self._table |= own
         self._shardings |= {name: self._zero.state(name, parameter) for name, parameter in own.items()}
