@@ -4,23 +4,29 @@ changing an import."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import numpy as np
-
 from ttpu_core.errors import RequestError, TTPUError, UnsupportedError
 from ttpu_core.generation.chat_template import chat_text
 from ttpu_core.generation.sampling_params import SamplingParams
 from ttpu_serve.api.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from ttpu_serve.api.call_arguments import (
+    list_of_prompts,
+    places_of,
+    prompt_salt,
+    prompt_text,
+    values_for_each,
+    with_values,
+)
 from ttpu_serve.api.collector import Collector, PromptsFailedError, check_all
 from ttpu_serve.api.default_sampling import default_sampling, within
-from ttpu_serve.api.lora_request import LoRARequest
+from ttpu_serve.api.lora_request import LoRARequest, absolute, adapters_of
 from ttpu_serve.api.outputs import EmbeddingOutput, RequestOutput, ScoreOutput
+from ttpu_serve.api.progress_bar import ProgressBar
 from ttpu_serve.api.template_variables import check_variables
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.execution.errors import QueueFullError
@@ -126,7 +132,7 @@ class LLM:
             asked, limits = default_sampling(str(model), options.get("revision")), self.engine.input_processor.limits
             self._default_sampling = within(asked, penalties=limits.penalties, sampling_level=limits.sampling_level)
         self._numbers = itertools.count()
-        self._adapter_paths = {name: _absolute(path) for name, path in (options.get("adapters") or {}).items()}
+        self._adapter_paths = {name: absolute(path) for name, path in (options.get("adapters") or {}).items()}
 
     def generate(
         self,
@@ -157,27 +163,27 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("prompts or prompt_token_ids are needed, and not both: pass one of them.")
-        asked = _prompts(prompt_token_ids if prompts is None else prompts)  # type: ignore[arg-type]
+        asked = list_of_prompts(prompt_token_ids if prompts is None else prompts)  # type: ignore[arg-type]
         needed: dict[str, str] = {}
         if lora_request is not None:
-            adapter, needed = self._adapters_of(lora_request, adapter)
+            adapter, needed = adapters_of(lora_request, adapter)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _each("sampling_params", sampling_params, len(asked))
+        params = values_for_each("sampling_params", sampling_params, len(asked))
         for own in params:
             if not isinstance(own, SamplingParams):
                 raise RequestError(
                     f"sampling_params holds {own!r}, but SamplingParams are needed: pass SamplingParams(...), or one "
                     "for each prompt."
                 )
-        adapters = _each("adapter", adapter, len(asked))
-        priorities = _each("priority", priority, len(asked))
+        adapters = values_for_each("adapter", adapter, len(asked))
+        priorities = values_for_each("priority", priority, len(asked))
         collectors = self._run(
             [
                 (prompt, own, {"adapter": name, "priority": rank})
                 for prompt, own, name, rank in zip(asked, params, adapters, priorities, strict=True)
             ],
-            _places("prompts", len(asked), "prompts"),
+            places_of("prompts", len(asked), "prompts"),
             needed,
             show=use_tqdm,
         )
@@ -233,7 +239,7 @@ class LLM:
             )
             for chat in chats:
                 try:
-                    text = text_of([_with_values(message) for message in chat])
+                    text = text_of([with_values(message) for message in chat])
                 except RequestError:  # of a template that adds arguments to a text, or of one that refuses both
                     text = text_of(chat)
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -264,8 +270,8 @@ class LLM:
             PromptsFailedError: the engine failed at some prompts; the error has the embeddings of the others.
             Exception: a whole step of the engine failed; no embedding is returned then.
         """
-        asked = _prompts(prompts)
-        return self._embed(asked, _places("prompts", len(asked), "prompts"), pooling, adapter, show=use_tqdm)
+        asked = list_of_prompts(prompts)
+        return self._embed(asked, places_of("prompts", len(asked), "prompts"), pooling, adapter, show=use_tqdm)
 
     def encode(
         self,
@@ -306,10 +312,10 @@ class LLM:
             PromptsFailedError: the engine failed at some texts, numbered through `text_1` and then `text_2`.
         """
         check_embeds(self.engine, pooling)
-        first, second = _prompts(text_1), _prompts(text_2)
+        first, second = list_of_prompts(text_1), list_of_prompts(text_2)
         pairs = paired(len(first), len(second))
         lists = (("text_1", first), ("text_2", second))
-        places = [place or name for name, texts in lists for place in _places(name, len(texts), "texts")]
+        places = [place or name for name, texts in lists for place in places_of(name, len(texts), "texts")]
         found = self._embed([*first, *second], places, pooling or "auto", adapter, show=use_tqdm)
         both = ((found[one], found[len(first) + other]) for one, other in pairs)
         return [
@@ -351,11 +357,11 @@ class LLM:
                 f"params is {params!r}, but BeamSearchParams are needed: pass BeamSearchParams(beam_width=..., "
                 "max_tokens=...)."
             )
-        adapter, needed = (None, {}) if lora_request is None else self._adapters_of(lora_request, None)
+        adapter, needed = (None, {}) if lora_request is None else adapters_of(lora_request, None)
         for name, path in needed.items():  # all steps use the adapter that is loaded now
             needed[name] = path or self._adapter_paths.get(name, "")
-        asked = _prompts(prompts)
-        places = _places("prompts", len(asked), "prompts")
+        asked = list_of_prompts(prompts)
+        places = places_of("prompts", len(asked), "prompts")
         ids = [self._ids_of(prompt, place) for prompt, place in zip(asked, places, strict=True)]
         limits = self.engine.runner.limits
         most = limits.max_model_len - max(map(len, ids), default=0)
@@ -368,7 +374,7 @@ class LLM:
 
         def next_tokens(given: list[list[int]], numbers: list[int], params: SamplingParams) -> list[RequestOutput]:
             sequences: list[_Asked] = [
-                ({"prompt_token_ids": tokens, "cache_salt": _salt_of(asked[number])}, params, {"adapter": adapter})
+                ({"prompt_token_ids": tokens, "cache_salt": prompt_salt(asked[number])}, params, {"adapter": adapter})
                 for tokens, number in zip(given, numbers, strict=True)
             ]
             collectors = self._run(sequences, [places[number] for number in numbers], needed, show=use_tqdm)
@@ -406,7 +412,7 @@ class LLM:
         """
         with self.engine.turns.lock:
             self.engine.load_adapter(name, directory)
-            self._adapter_paths[name] = _absolute(directory)
+            self._adapter_paths[name] = absolute(directory)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter."""
@@ -459,34 +465,9 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _adapters_of(
-        self, asked: LoRARequest | Sequence[LoRARequest | None], adapter: Any
-    ) -> tuple[Any, dict[str, str]]:
-        """Check vLLM's requests of adapters. Return the names of the adapters, one or one for each prompt, and for each
-        name the path, which is "" for an adapter that must be loaded already."""
-        if adapter is not None:
-            raise RequestError("adapter and lora_request were both given, two names of one setting: pass one of them.")
-        several = isinstance(asked, list | tuple)
-        requests: Any = asked if several else [asked]
-        paths: dict[str, str] = {}
-        for one in requests:
-            if one is not None and not isinstance(one, LoRARequest):
-                raise RequestError(f"lora_request holds {one!r}, but a LoRARequest is needed: pass one.")
-            if one is not None:
-                known = paths.get(one.lora_name) or one.lora_path
-                paths[one.lora_name] = known
-                if one.lora_path and _absolute(known) != _absolute(one.lora_path):
-                    raise RequestError(
-                        f"lora_request has the adapter {one.lora_name!r} at {known!r} and at {one.lora_path!r}, but "
-                        "adapters of one call are told apart by their names: give each its own lora_name."
-                    )
-        if isinstance(asked, LoRARequest):
-            return asked.lora_name, paths
-        return [None if one is None else one.lora_name for one in asked], paths
-
     def _load_asked(self, name: str, path: str) -> None:
         """Load an adapter, unless it was loaded from this path already; without a path it must be loaded."""
-        if name in self.engine.adapters and (not path or self._adapter_paths.get(name) == _absolute(path)):
+        if name in self.engine.adapters and (not path or self._adapter_paths.get(name) == absolute(path)):
             return
         if not path:
             raise RequestError(
@@ -541,15 +522,15 @@ class LLM:
         read = [self._ids_of(prompt, place) for (prompt, _, _), place in zip(requests, places, strict=True)]
         names = [str(next(self._numbers)) for _ in requests]
         collectors: dict[str, Collector] = {}
-        with self.engine.inbox(names) as inbox, _bar(len(requests), show) as advance:
+        with self.engine.inbox(names) as inbox, ProgressBar(len(requests), show) as advance:
             with self.engine.turns.lock:  # no other thread replaces an adapter before all requests are added
                 for adapter, path in needed.items():
                     self._load_asked(adapter, path)
                 for name, ids, place, (prompt, params, options) in zip(names, read, places, requests, strict=True):
                     with self._noted(place):
-                        self.engine.add(name, ids, params, cache_salt=_salt_of(prompt), **options)
+                        self.engine.add(name, ids, params, cache_salt=prompt_salt(prompt), **options)
                     sequences = 1 if options.get("pooling") else params.n
-                    collectors[name] = Collector(name, _text_of(prompt), ids, sequences)
+                    collectors[name] = Collector(name, prompt_text(prompt), ids, sequences)
             left = len(collectors)
             while left:
                 for delta in inbox.take():
@@ -559,79 +540,3 @@ class LLM:
                         left -= 1
                         advance()
         return list(collectors.values())
-
-
-def _places(name: str, count: int, kind: str) -> list[str | None]:
-    """Return words for each of several prompts, by which an error's note names them; a single one needs none."""
-    return [f"{name}[{number}] of {count} {kind}" for number in range(count)] if count > 1 else [None] * count
-
-
-def _prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    if not isinstance(prompts, str | Mapping | Sequence) and not hasattr(prompts, "tolist"):
-        raise RequestError(
-            f"prompts is {prompts!r}, but a text, a list of token ids, a mapping with one of them, or a list of these "
-            "is needed: pass one of them."
-        )
-    one = isinstance(prompts, str | Mapping) or getattr(prompts, "ndim", 2) == 1
-    if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):  # type: ignore[index]
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _text_of(prompt: PromptInput) -> str | None:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
-def _salt_of(prompt: PromptInput) -> str | None:
-    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-
-
-def _absolute(directory: str | Path) -> str:
-    """Return the path by which the directories of two adapters are compared."""
-    return str(Path(directory).resolve())
-
-
-def _with_values(message: Any) -> Any:
-    """Return a message in which arguments of tool calls are values, as templates expect them: in OpenAI's form they are
-    JSON text, which templates would write as a string."""
-    try:
-        calls = message["tool_calls"] or ()
-        read = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    except (TypeError, KeyError, ValueError):  # there are none, or they have another form
-        return message
-    return {**message, "tool_calls": read}
-
-
-def _each(name: str, value: Any, count: int) -> list[Any]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{count} prompts were given with {len(value)} {name}: pass one, or one for each prompt.")
-    return list(value)
-
-
-class _bar:
-    """Return a progress bar over requests on a terminal, or a bar that shows nothing."""
-
-    def __init__(self, total: int, show: bool) -> None:
-        self._total, self._show, self._progress = total, show, None
-
-    def __enter__(self) -> Any:
-        if not self._show:
-            return lambda: None
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        progress = Progress(*columns, transient=True)
-        progress.start()
-        self._progress = progress  # type: ignore[assignment]
-        task = progress.add_task("requests", total=self._total)
-        return lambda: progress.advance(task)
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
