@@ -226,6 +226,21 @@ def test_a_tied_head_may_be_in_the_checkpoint_or_not() -> None:
     assert "lm_head.weight" not in mapping.resolve(names | {"lm_head.weight": (7, 4)})
 
 
+def test_a_tied_head_stands_for_an_embedding_that_is_not_there() -> None:
+    mapping = replace(standard_mapping(decoder(tied=True)), prefixes=(("language_model.", ""),))
+    shapes = {name.replace("model.embed_tokens", "lm_head"): shape for name, shape in mapping.tensors.items()}
+    assert mapping.resolve(shapes)["model.embed_tokens.weight"] == "lm_head.weight"
+    assert mapping.canonical(shapes)["model.embed_tokens.weight"] == "lm_head.weight"
+    below = {f"language_model.{name}": shape for name, shape in shapes.items()}
+    assert mapping.resolve(below)["model.embed_tokens.weight"] == "language_model.lm_head.weight"
+    message = refusal(lambda: mapping.resolve(shapes | {"lm_head.weight": (8, 4)}))
+    assert "'lm_head.weight' in the checkpoint has shape (8, 4), but the config asks for (7, 4)" in message
+    del shapes["lm_head.weight"]  # and no tied tensor of a layer does, which repeats another layer's
+    name = "model.layers.9.mlp.down_proj.weight"
+    message = refusal(lambda: replace(mapping, tied=(*mapping.tied, name)).resolve(shapes | {name: (7, 4)}))
+    assert "no tensor 'model.embed_tokens.weight'" in message
+
+
 def test_an_untied_head_must_be_in_the_checkpoint() -> None:
     mapping = standard_mapping(decoder())
     names = dict(mapping.tensors)

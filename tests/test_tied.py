@@ -41,6 +41,7 @@ def test_the_bytes_decide(tmp_path: Path, chunk: int, monkeypatch: pytest.Monkey
     other = EMBEDDING.copy()
     other[-1, -1] += 1
     assert not held(tmp_path / "none", TIED, **table)
+    assert not held(tmp_path / "alone", TIED, **{"lm_head/weight": EMBEDDING})
     assert not held(tmp_path / "copy", TIED, **table, **{"lm_head/weight": EMBEDDING})
     assert held(tmp_path / "own", TIED, **table, **{"lm_head/weight": other})
     assert held(tmp_path / "shape", TIED, **table, **{"lm_head/weight": other[:7]})

@@ -21,7 +21,7 @@ def has_own_head(checkpoint: Checkpoint, mapping: FlaxMapping) -> bool:
         return False
     held = mapping.canonical(checkpoint.tensors)
     table = held.get(embedding.name)
-    copies = [held[name] for name in mapping.tied if name in held]
+    copies = [held[name] for name in mapping.tied if name in held and held[name] != table]
     return table is not None and any(not _equal(checkpoint.tensors[table], checkpoint.tensors[copy]) for copy in copies)
 
 

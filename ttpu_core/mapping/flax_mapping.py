@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from ttpu_core.spec import ArchitectureSpec, Parameter
 
 
+_OF_LAYER = re.compile(r"\.\d+\.")
+"""In names of a layer's tensors. Those that are tied repeat another layer's."""
+
+
 @dataclass(frozen=True)
 class FlaxMapping:
     """All mapping rules of one model.
 
     Args:
         rules: pairs of Flax path and expression.
-        tied: checkpoint tensors that repeat a parameter and are not read.
+        tied: checkpoint tensors that repeat a parameter and are not read. That of a head is read where a checkpoint
+            has no other tensor of the embedding.
         ignored: regular expressions of tensors that are not read (rotary tables, multi-token-prediction heads).
         prefixes: pairs (old, new) that rename leading parts of checkpoint names; the first match wins.
         alternatives: sets of rules that replace the rules of the same paths if a checkpoint holds their tensors
@@ -109,6 +114,7 @@ class FlaxMapping:
         """
         wanted = self.tensors
         found: dict[str, str] = {}
+        copies: dict[str, str] = {}
         extras: list[str] = []
         ignored = [re.compile(pattern) for pattern in self.ignored]
         for actual, shape in available.items():
@@ -120,13 +126,17 @@ class FlaxMapping:
                 )
             if name in wanted:
                 if tuple(shape) != wanted[name]:
-                    raise MappingError(
-                        f"tensor {actual!r} in {source} has shape {tuple(shape)}, but the config asks for "
-                        f"{wanted[name]}: config.json and the weights belong to different models, or one is damaged."
-                    )
+                    raise _other_shape(actual, source, shape, wanted[name])
                 found[name] = actual
-            elif name not in self.tied and not any(pattern.fullmatch(actual) for pattern in ignored):
+            elif name in self.tied:
+                copies[name] = actual
+            elif not any(pattern.fullmatch(actual) for pattern in ignored):
                 extras.append(actual)
+        if (table := self._only_in_head(found, copies)) is not None:
+            name, actual = table
+            found[name] = actual
+            if tuple(available[actual]) != wanted[name]:
+                raise _other_shape(actual, source, available[actual], wanted[name])
         missing = [name for name in wanted if name not in found]
         if missing:
             raise MappingError(
@@ -144,7 +154,9 @@ class FlaxMapping:
         """Map the names that the rules use, and the names of tied tensors, to the names in a checkpoint."""
         wanted = self.tensors
         found = {self._canonical(actual, wanted): actual for actual in available}
-        return {name: actual for name, actual in found.items() if name in wanted or name in self.tied}
+        held = {name: actual for name, actual in found.items() if name in wanted or name in self.tied}
+        table = self._only_in_head(held, held)
+        return held if table is None else held | dict([table])
 
     def _check_tensors(self) -> None:
         """Check that every checkpoint tensor has one shape and that each of its elements is used once."""
@@ -171,6 +183,16 @@ class FlaxMapping:
                     f"the mapping uses some elements of {name!r} more than once and leaves as many out, but every "
                     "element must be used once: correct the rules that slice it in `ttpu_flax_mapping`."
                 )
+
+    def _only_in_head(self, found: Mapping[str, str], copies: Mapping[str, str]) -> tuple[str, str] | None:
+        """The embedding's name and that of the tied head which a checkpoint holds in its place, as transformers reads
+        it; None where the embedding is among the names `found`. `copies` has the tied tensors that are there."""
+        rule = self._by_path.get("embed.embedding")
+        tables = [] if rule is None else [leaf.name for leaf in rule.leaves()]
+        if len(tables) != 1 or tables[0] in found:
+            return None
+        heads = [actual for name, actual in copies.items() if name in self.tied and not _OF_LAYER.search(name)]
+        return (tables[0], heads[0]) if heads else None
 
     def _canonical(self, name: str, wanted: Mapping[str, Shape]) -> str:
         if name in wanted or name in self.tied:
@@ -200,6 +222,13 @@ def pad_mapping(mapping: FlaxMapping, paddings: Mapping[str, Padding]) -> FlaxMa
 
     alternatives = tuple(padded(rules) for rules in mapping.alternatives)
     return replace(mapping, rules=padded(mapping.rules), alternatives=alternatives)
+
+
+def _other_shape(name: str, source: str, shape: Shape, wanted: Shape) -> MappingError:
+    return MappingError(
+        f"tensor {name!r} in {source} has shape {tuple(shape)}, but the config asks for {wanted}: config.json and the "
+        "weights belong to different models, or one is damaged."
+    )
 
 
 def _s(names: list[str]) -> str:

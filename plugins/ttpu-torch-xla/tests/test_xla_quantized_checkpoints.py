@@ -17,6 +17,7 @@ pytest.importorskip("compressed_tensors")
 
 import quantized_files  # noqa: E402
 from quantized_files import SCHEMES, TOKENS, compressed_tensors, write  # noqa: E402
+from safetensors.numpy import load_file, save_file  # noqa: E402
 from tiny import llama_checkpoint  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -223,6 +224,29 @@ def test_experts_and_formats_that_no_layer_holds_are_refused(
     floats, _ = write(wide, tmp_path / "floats", MXFP4, microscaled)
     with pytest.raises(UnsupportedError, match=r"as float4_e2m1fn, groups of 32, but .* use backend='jax', or"):
         load(floats)
+
+
+def test_a_tied_head_may_be_stored_in_place_of_the_embedding(tmp_path: Path) -> None:
+    """transformers ties the embedding to it; it was refused as an incomplete download."""
+    pytest.importorskip("ttpu_quantize")
+    usual, path = (llama_checkpoint(tmp_path / name, tie_word_embeddings=True) for name in ("usual", "dense"))
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    expected = stock(path)(torch.from_numpy(IDS)).logits.detach().numpy()
+    assert error(expected, stock(usual)(torch.from_numpy(IDS)).logits.detach().numpy()) == 0
+    command = ["quantize", str(path), "--scheme", "w8a16", "--out", str(tmp_path / "stored")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    stored = stock(tmp_path / "stored")(torch.from_numpy(IDS)).logits.detach().numpy()
+    for folder, options, wanted, bound in (
+        (path, {}, expected, 1e-5),
+        (path, {"quantization": "w8a16"}, on_jax(usual, quantization="w8a16"), 1e-5),
+        (tmp_path / "stored", {}, stored, 1e-5),
+    ):
+        assert error(on_jax(folder, **options), wanted) <= bound
+        model = load(folder, **options)
+        assert error(logits(model), wanted) <= bound
+        model.ttpu.close()
 
 
 def test_layers_that_share_a_weight_share_the_quantized_layer(tmp_path: Path) -> None:
