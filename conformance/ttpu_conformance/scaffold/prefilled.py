@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ttpu_conformance.scaffold.reference_model import Seen
+from ttpu_conformance.scaffold.source_lines import literal, short
+from ttpu_conformance.scaffold.tensor_names import (
+    attention_names,
+    changed_names,
+    mlp_names,
+    positions_of,
+)
 from ttpu_core.defaults import ACTIVATIONS
 from ttpu_core.mapping.layout import CheckpointNames
 
@@ -18,22 +23,8 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 USUAL = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "vocab_size", "rms_norm_eps", "hidden_act",
 )  # fmt: skip
-ROLES = {
-    "query": r"(q|query)(_proj)?|wq",
-    "key": r"(k|key)(_proj)?|wk",
-    "value": r"(v|value)(_proj)?|wv",
-    "output": r"(o|out|output|c)(_proj)?|dense|wo|attention_out",
-}
-FUSED = r"qkv(_proj)?|query_key_value|c_attn|Wqkv|W_pack|in_proj"
-MLP_ROLES = {
-    "gate": r"gate(_proj)?|w1|linear_1",
-    "up": r"up(_proj)?|fc1|c_fc|fc_in|dense_h_to_4h|w3|linear_v|linear_fc1|fc",
-    "down": r"down(_proj)?|fc2|c_proj|fc_out|dense_4h_to_h|w2|proj|linear_fc2",
-}
-LINE = 120
 INNER_KEYS = ("n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size")
 """Keys of an MLP's size that may be null."""
-EXPERTS = r"(.*?)experts\.\{expert\}\.(\w+)"
 
 
 @dataclass
@@ -69,7 +60,7 @@ def module_text(seen: Seen, model_type: str) -> str:
     module = _Module(seen)
     module.reads("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
     names = CheckpointNames()
-    changed = dict(_names(seen, names))
+    changed = dict(changed_names(seen, names))
     _norm(module)
     _block(module)
     _embedding(module)
@@ -128,7 +119,7 @@ def _block(module: _Module) -> None:
 
 def _embedding(module: _Module) -> None:
     seen, said, words = module.seen, dict[str, str](), ""
-    learned = _positions(seen)
+    learned = positions_of(seen)
     scale = seen.numbers.get("embedding_scale")
     if learned is not None:
         said["positions"] = 'config.positive_int("max_position_embeddings")'
@@ -147,15 +138,10 @@ def _embedding(module: _Module) -> None:
         )
 
 
-def _positions(seen: Seen) -> str | None:
-    """The name of the table of learned positions."""
-    return next((n for n, shape in seen.outside.items() if re.search(r"pos|wpe", n) and len(shape) == 2), None)
-
-
 def _attention(module: _Module) -> None:
     seen = module.seen
     said: dict[str, str] = {}
-    names = _attention_names(seen)
+    names = attention_names(seen)
     first = names.get("query") or names.get("fused")
     if first is None:
         seen.unknown.append("projections of queries, keys and values: `ttpu_mixer`, or `ttpu_attention` and names")
@@ -217,7 +203,7 @@ def _rope(module: _Module) -> None:
         return
     if not seen.facts["rope"]:
         module.spec |= {"NO_ROPE", "RopeSpec"}
-        words = "None: positions are learned." if _positions(seen) else "None was found in the model."
+        words = "None: positions are learned." if positions_of(seen) else "None was found in the model."
         module.hook(f'def ttpu_rope() -> RopeSpec:\n    """{words}"""\n    return NO_ROPE')
         return
     said: dict[str, str] = {}
@@ -255,7 +241,7 @@ def _mlp(module: _Module) -> None:
     if any("expert" in name for name in seen.tensors):
         _experts(module, act)
         return
-    names = _mlp_names(seen)
+    names = mlp_names(seen)
     if "up" not in names and "fused" not in names:
         seen.unknown.append("the projections of the MLP: `ttpu_mlp`")
         return
@@ -369,7 +355,7 @@ def _head(module: _Module) -> None:
 
 def _mapping(module: _Module, changed: dict[str, str]) -> None:
     seen = module.seen
-    attention, mlp = _attention_names(seen), _mlp_names(seen)
+    attention, mlp = attention_names(seen), mlp_names(seen)
     rules: list[str] = []
     if "fused" in attention:
         module.layout.add("fused_qkv")
@@ -408,83 +394,6 @@ def _mapping(module: _Module, changed: dict[str, str]) -> None:
     )
     seen.facts["names"] = bool(changed)
     seen.declared_names = changed
-
-
-# -- names ---------------------------------------------------------------------------------------------------
-
-
-def _attention_names(seen: Seen) -> dict[str, str]:
-    """Prefixes of attention's projections by role, "fused" for queries, keys and values in one."""
-    found: dict[str, str] = {}
-    for name in seen.tensors:
-        prefix, _, last = name.rpartition(".")
-        parent, _, leaf = prefix.rpartition(".")
-        if last != "weight" or seen.attention not in parent.split(".") or len(seen.tensors[name]) != 2:
-            continue
-        role = next((role for role, pattern in ROLES.items() if re.fullmatch(pattern, leaf)), None)
-        role = "fused" if re.fullmatch(FUSED, leaf) else role
-        if role:
-            found.setdefault(role, prefix)
-    return found
-
-
-def _mlp_names(seen: Seen) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if any("expert" in name for name in seen.tensors):
-        return found
-    for name in seen.tensors:
-        prefix, _, last = name.rpartition(".")
-        leaf = prefix.rpartition(".")[2]
-        inside = seen.attention in prefix.split(".")
-        if last != "weight" or inside or len(seen.tensors[name]) != 2:
-            continue
-        role = next((role for role, pattern in MLP_ROLES.items() if re.fullmatch(pattern, leaf)), None)
-        role = "fused" if leaf in ("gate_up_proj", "fc1_gate_up", "w12") else role
-        if role:
-            found.setdefault(role, prefix)
-    return found
-
-
-def _names(seen: Seen, usual: CheckpointNames) -> Iterator[tuple[str, str]]:
-    """The fields of `CheckpointNames` that differ from the usual ones."""
-    outside = [name for name in seen.outside if name.endswith(".weight")]
-    head = next((name for name in outside if re.search(r"(^|\.)(lm_head|embed_out|output|head)\.weight$", name)), None)
-    positions = _positions(seen)
-    table = next((n for n in outside if n not in (head, positions) and len(seen.outside[n]) == 2), None)
-    final = [name for name in outside if len(seen.outside[name]) == 1]
-    base = re.match(r"[^.]*\.", seen.layer)
-    found = {
-        "base": base[0] if base else "",
-        "layer": seen.layer,
-        "embedding": table,
-        "positions": positions,
-        "final_norm": final[-1].removesuffix(".weight") if final else None,
-        "head": head.removesuffix(".weight") if head else None,
-        **{role: name for role, name in _attention_names(seen).items() if role != "fused"},
-        **{role: name for role, name in _mlp_names(seen).items() if role != "fused"},
-        **seen.norms,
-    }
-    for role, pattern in (("q_norm", r"(q|query)_?(layer|ln|norm)\w*"), ("k_norm", r"(k|key)_?(layer|ln|norm)\w*")):
-        tensor = next((n for n in (*seen.tensors, *seen.absent) if re.fullmatch(rf".*\.{pattern}\.weight", n)), None)
-        found[role] = tensor.removesuffix(".weight") if tensor else None
-    found |= dict(_expert_names(seen))
-    sandwich = seen.placement == "sandwich"
-    assumed = {"mlp_norm": "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"}
-    for role, name in found.items():
-        if name is not None and name != (assumed.get(role) or getattr(usual, role)):
-            yield role, name
-
-
-def _expert_names(seen: Seen) -> Iterator[tuple[str, str]]:
-    for name in seen.tensors:
-        numbered = re.sub(r"experts\.0\.", "experts.{expert}.", name).removesuffix(".weight")
-        match = re.fullmatch(EXPERTS, numbered)
-        if match:
-            role = next((role for role, pattern in MLP_ROLES.items() if re.fullmatch(pattern, match[2])), None)
-            if role:
-                yield f"expert_{role}", numbered
-        elif re.search(r"(^|\.)(gate|router|wg)\.weight$", name):
-            yield "router", name.removesuffix(".weight")
 
 
 # -- words ---------------------------------------------------------------------------------------------------
@@ -546,7 +455,7 @@ def _text(module: _Module, model_type: str) -> str:
     spec = sorted(module.spec, key=lambda one: (not one.isupper(), one))
     imports += [f"from ttpu_core.spec import {', '.join(spec)}"] if spec else []
     imports += ["from ttpu_core.spec.rope import RopeSpec, rope_from_config"] if module.rope else []
-    table = ["CONFIG_DEFAULTS = {", *(f'    "{k}": {_literal(v)},' for k, v in defaults.items()), "}"]
+    table = ["CONFIG_DEFAULTS = {", *(f'    "{k}": {literal(v)},' for k, v in defaults.items()), "}"]
     if renamed:
         table += ["KEYS = {", *(f'    "{k}": "{v}",' for k, v in renamed.items()), "}"]
     if seen.declared_names:
@@ -558,43 +467,4 @@ def _text(module: _Module, model_type: str) -> str:
         f"    return {config}\n"
     )
     parts = ["\n".join(head), "\n".join(imports), "\n".join(table) + "\n", "\n\n".join([first, *module.hooks])]
-    return "\n\n".join("\n".join(map(_short, part.split("\n"))) for part in parts)
-
-
-def _short(line: str) -> str:
-    """A line, or if it is too long its outermost call with a line for each argument."""
-    if len(line) <= LINE:
-        return line
-    if line.startswith("from "):
-        start, _, names = line.partition(" import ")
-        return "\n".join([f"{start} import (", *(f"    {name}," for name in names.split(", ")), ")"])
-    if not line.endswith(")"):
-        return line
-    opened = line.index("(")
-    indent = " " * (len(line) - len(line.lstrip()))
-    parts = [f"{indent}    {part}," for part in _arguments(line[opened + 1 : -1])]
-    return "\n".join([line[: opened + 1], *(each for part in parts for each in _short_part(part)), f"{indent})"])
-
-
-def _short_part(line: str) -> list[str]:
-    """An argument's line, broken again where it is a call that is too long."""
-    if len(line) <= LINE or not line.endswith("),"):
-        return [line]
-    return f"{_short(line[:-1])},".split("\n")
-
-
-def _arguments(text: str) -> list[str]:
-    """The arguments of a call, cut at the commas outside brackets and quotes."""
-    parts, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append(text[start:index].strip())
-            start = index + 1
-    return [*parts, text[start:].strip()]
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
-        return f"{value:_}"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return "\n\n".join("\n".join(map(short, part.split("\n"))) for part in parts)
