@@ -113,6 +113,17 @@ def test_the_smallest_shape_that_holds_a_step_is_among_those_that_hold_it() -> N
         assert not buckets.holding(replace(largest, max_prefills=largest.max_prefills + 1))
 
 
+def test_no_step_has_more_tokens_than_all_sequences_together() -> None:
+    assert buckets_for(4, 2048, max_model_len=64).tokens == (16, 64, 256)
+    assert buckets_for(256, 2048, max_model_len=64) == buckets_for(256, 2048)
+    assert buckets_for(4, 2048, max_model_len=64, tokens=(32, 512, 1024)).tokens == (32, 256)
+    # Of sequences with a recurrent state only so many read prompts at once; the others have a token each, and drafts.
+    assert buckets_for(8, 2048, max_model_len=64, max_prefills=2).tokens[-1] == 2 * 64 + 6
+    assert buckets_for(8, 2048, max_model_len=64, max_prefills=2, draft=3).tokens[-1] == 2 * 64 + 6 * 4
+    largest, smallest = buckets_for(1, 2048, max_model_len=1).first()
+    assert (largest.tokens, smallest.tokens) == (1, 1)
+
+
 def program(key: str, work: Callable[[Any], Any] = lambda x: x + 1) -> Program:
     return Program((key, 0), work, (jax.ShapeDtypeStruct((2,), jnp.float32),))
 

@@ -116,6 +116,7 @@ def buckets_for(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     *,
+    max_model_len: int | None = None,
     draft: int = 0,
     max_prefills: int | None = None,
     sequences: Iterable[int] | None = None,
@@ -127,6 +128,8 @@ def buckets_for(
     Args:
         max_num_seqs: the most sequences of a step.
         max_num_batched_tokens: the most tokens of a step.
+        max_model_len: the most tokens of a sequence, so that a step has no more than all sequences together; None for
+            any number.
         draft: draft tokens that are verified per sequence; 0 without speculation.
         max_prefills: the most prompts per step; None for any number.
         sequences: sizes of steps that only decode; None for `max_num_seqs` divided by `factor` again and again.
@@ -135,8 +138,12 @@ def buckets_for(
         factor: the ratio of one size to the next smaller one.
     """
     seqs = tuple(sorted({*(sequences or _powers(1, max_num_seqs, factor)), max_num_seqs}))
-    smallest = min(SMALLEST_TOKENS, max_num_batched_tokens)
-    sizes = tuple(sorted({*(tokens or _powers(smallest, max_num_batched_tokens, factor)), max_num_batched_tokens}))
+    most = max_num_batched_tokens
+    if max_model_len is not None:
+        prompts = max_num_seqs if max_prefills is None else min(max_num_seqs, max_prefills)
+        most = min(most, prompts * max_model_len + (max_num_seqs - prompts) * (draft + 1))
+    smallest = min(SMALLEST_TOKENS, most)
+    sizes = tuple(sorted({*(size for size in tokens or _powers(smallest, most, factor) if size < most), most}))
     return Buckets(seqs, seqs[-1:], sizes, draft, max_prefills)
 
 

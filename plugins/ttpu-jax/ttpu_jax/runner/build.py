@@ -123,6 +123,7 @@ def runner_for(
     buckets = buckets_for(
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
         draft=speculation.num_speculative_tokens if speculation else 0,
         max_prefills=RECURRENT_PREFILLS if layout.recurrent else None,
         sequences=config.sequence_buckets,

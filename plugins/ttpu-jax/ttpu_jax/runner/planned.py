@@ -59,6 +59,7 @@ def served_shapes(
     buckets = buckets_for(
         limits.max_num_seqs,
         limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
         max_prefills=RECURRENT_PREFILLS if layout.recurrent else None,
     )
     # Without an axis jax would look for this machine's devices.
