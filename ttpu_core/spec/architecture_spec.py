@@ -10,6 +10,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
+from ttpu_core.spec import axes
 from ttpu_core.spec.arithmetic import kept_elements
 from ttpu_core.spec.attention import AttentionSpec
 from ttpu_core.spec.feed_forward import MoESpec
@@ -74,6 +75,14 @@ class ArchitectureSpec:
             elif rope is not None and rope.type == "yarn":
                 context = max(context, int((rope.original_max_position_embeddings or 0) * (rope.factor or 1.0)))
         return context
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence in tokens that the model can be run with: `context`. None where nothing in it depends on
+        a token's position and its layers keep states of one size, so that no position is the last."""
+        if self.embedding.positions is not None or any(map(_keeps_tokens, self.layers)):
+            return self.context
+        return None
 
     @property
     def hidden_size(self) -> int:
@@ -154,6 +163,12 @@ class ArchitectureSpec:
 
 
 _fields = attrgetter(*ArchitectureSpec.__dataclass_fields__)
+
+
+def _keeps_tokens(layer: LayerSpec) -> bool:
+    """Whether a layer keeps something of each token."""
+    states = (state for mixer in layer.mixers for state in mixer.state)
+    return isinstance(layer.mixer, AttentionSpec) or any(axes.SEQUENCE in state.axes for state in states)
 
 
 def _groups(layers: tuple[LayerSpec, ...], different: list[Any]) -> Iterator[LayerGroup]:

@@ -10,9 +10,11 @@ from ttpu_conformance.measure import Measured
 from ttpu_conformance.model_under_test import CompiledProgram, CompilesForChips, Task, able
 from ttpu_core.errors import MissingDependencyError, UnsupportedError
 from ttpu_core.spec import ArchitectureSpec, MoESpec
+from ttpu_core.spec.context import usual_context
 
 GIB = 2**30
 ROWS, CONTEXT = 32, 2048  # of decode; a prefill reads one row of CONTEXT tokens, a train step one row a device
+# Models with a shorter context have that.
 
 # What programs that only multiply activations with weights that stay where they are may exchange, and why. Each is also
 # bounded in size: on average no more than the step's activations, so that a gathered weight or expert is found.
@@ -71,7 +73,7 @@ def _compiled(case: Case, task: Task) -> CompiledProgram:
             case.chip,
             task,
             rows=ROWS,
-            context=CONTEXT,
+            context=usual_context(case.architecture.spec, CONTEXT),
             slice_name=declared.train_slice if train else declared.slice,
             mesh=declared.train_mesh if train else declared.mesh,
         )

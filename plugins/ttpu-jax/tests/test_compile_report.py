@@ -1,6 +1,7 @@
 """What the TPU compiler says of the shared decoder, for slices that are not there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,19 @@ class TestRings:
         assert all(one.cache_in_place for one in programs.values())
 
 
+def test_a_context_that_the_model_does_not_have_is_refused() -> None:
+    short = architecture(max_position_embeddings=1024)
+    for task in ("decode", "prefill"):
+        with pytest.raises(RequestError, match=r"context is 2,048, but this model's context holds 1,024: lower it"):
+            compile_report(short, "v5e:2x4", task=task, context=2048)  # type: ignore[arg-type]
+    warned = pytest.warns(UserWarning, match="context=2,048 was given, but the model's config names 1,024 positions")
+    with warned, pytest.raises(UnsupportedError, match="which is 3 devices"):
+        compile_report(short, "v5e:2x4", task="train", context=2048, mesh={"fsdp": 3})
+    learned = replace(short, spec=replace(short.spec, embedding=replace(short.spec.embedding, positions=1024)))
+    with pytest.raises(RequestError, match=r"has learned 1,024 positions, and training adds none: lower it"):
+        compile_report(learned, "v5e:2x4", task="train", context=2048)
+
+
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"context": 0}])
 def test_an_empty_batch_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(RequestError, match="must be at least 1"):
@@ -430,6 +444,28 @@ class TestCommand:
             self.run(config, "--topology", "2*v6e:2x4", "--mesh", mesh)
         assert [one["mesh"] for one in asked] == [{"data": 2, "tensor": 8}] * 2
         assert [one.get("slices") for one in asked] == [{"tensor": 2}, None]
+
+    def test_no_program_has_more_tokens_than_the_model_has_positions(
+        self, config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """But to train where positions can be extended, which is warned of."""
+        config.write_text(json.dumps({**SMALL, "max_position_embeddings": 1024}))
+        asked: list[int] = []
+
+        def stand_in(_: Architecture, *names: object, task: str, batch: int, context: int, **options: object) -> None:
+            asked.append(context)
+            if task == "prefill" or options.get("remat") == "none":
+                raise RequestError("that is enough")
+
+        monkeypatch.setattr("ttpu_jax.aot.report.compile_report", stand_in)
+        self.run(config, "--topology", "v5e:2x4")
+        assert asked == [1024, 1024]
+        for option in ("--context", "--prefill"):
+            error = self.run(config, "--topology", "v5e:2x4", option, 2048).exception
+            assert str(error) == f"{option} is 2,048, but this model's context holds 1,024: lower it."
+        assert len(asked) == 2
+        self.run(config, "--topology", "v5e:2x4", "--task", "train", "--context", 2048, "--remat", "none")
+        assert asked[2:] == [2048]
 
     def test_slices_of_a_model_without_a_plugin_are_refused(self, config: Path) -> None:
         config.write_text(json.dumps({"model_type": "xglm", "d_model": 64, "attention_heads": 2, "num_layers": 1}))

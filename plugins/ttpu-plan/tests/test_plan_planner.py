@@ -16,13 +16,13 @@ from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import MESH_AXES
 from ttpu_core.sharding.training_state import UpdateSettings
 from ttpu_core.spec import MixerSpec, MLPSpec, StateSpec, axes
+from ttpu_core.spec.context import check_context, usual_context
 from ttpu_core.spec.kernel_format import ActivationFormat, KernelFormat
 from ttpu_plan.plan import HEADROOM, Plan, fingerprint_of
 from ttpu_plan.plan_file import load_plan, plan_json, read_plan, save_plan
 from ttpu_plan.planner import (
     Request,
     best_plan,
-    check_context,
     meshes,
     plans,
     smallest_slices,
@@ -167,11 +167,27 @@ def test_a_context_that_is_longer_than_the_models_is_refused_unless_it_has_no_po
     topology, beyond = parse_topology("v5p:2x2x2"), Request("generation", batch=8, context=2**18)
     with pytest.raises(RequestError, match=r"context is 262,144, but this model's context holds 131,072: lower it\.$"):
         best_plan(published(LLAMA), topology, beyond)
-    with pytest.warns(UserWarning, match="context=262,144 was given, but the model's config names 131,072 positions"):
-        check_context(published(LLAMA), replace(TRAINING, context=2**18))
+    warned = pytest.warns(UserWarning, match="context=262,144 was given, but .* config names 131,072 positions")
+    with warned, pytest.raises(UnsupportedError, match="needs"):  # after that
+        best_plan(published(LLAMA), parse_topology("v5p:2x2x1"), replace(TRAINING, batch=4, context=2**18))
     state = MixerSpec("scan", state=(StateSpec("state", (1,), (axes.MLP,)),))
     layers = tuple(replace(one, mixer=state) for one in published(LLAMA).layers)
-    check_context(replace(published(LLAMA), layers=layers), beyond)
+    endless = replace(published(LLAMA), layers=layers)
+    assert endless.longest is None and usual_context(endless) == 2048
+    check_context(endless, 2**18, trains=False)
+
+
+@pytest.mark.parametrize("purpose", ["inference", "generation", "training"])
+def test_a_context_that_is_named_is_refused_also_where_it_is_the_usual_one(purpose: Any) -> None:
+    """Positions that are learned end there in training too. Where none is named a plan has what the model has."""
+    spec = published(LLAMA)
+    short = replace(spec, max_position_embeddings=1024, embedding=replace(spec.embedding, positions=1024))
+    short = replace(short, layers=tuple(replace(one, mixer=replace(one.mixer, rope=None)) for one in spec.layers))
+    topology = parse_topology("v5p:2x2x2")
+    assert best_plan(short, topology, Request(purpose, 8)).programs[0].workload.context == 1024
+    assert {one.programs[0].workload.context for one in plans(short, topology, Request(purpose, 8))} == {1024}
+    with pytest.raises(RequestError, match=r"^context is 2,048, but this model.* 1,024.*: lower it\.$"):
+        best_plan(short, topology, Request(purpose, 8, context=2048))
 
 
 def test_the_first_prefill_reads_one_prompt_for_each_group_of_devices() -> None:

@@ -165,9 +165,10 @@ def plan(
     from ttpu_core.pictures import check_picture
     from ttpu_core.quantization import quantize_architecture
     from ttpu_core.sharding.training_state import UpdateSettings
+    from ttpu_core.spec.context import usual_context
     from ttpu_plan.picture import ENDINGS, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
-    from ttpu_plan.planner import CONTEXT, Request, usual_context
+    from ttpu_plan.planner import Request
     from ttpu_plan.proposal import in_words, proposals
 
     if picture is not None:
@@ -188,7 +189,7 @@ def plan(
     request = Request(
         task.value,
         batch,
-        CONTEXT if context is None else context,
+        context,
         quantization=quantization,
         kv_cache=kept,
         update=update,
@@ -211,14 +212,14 @@ def plan(
         "--kv-cache-dtype": kept, "--patch-pack": patch_pack, "--task": task is PurposeChoice.training,
         "--new-tokens": new_tokens,
     }  # fmt: skip
-    if _planned_without_plugin(checkpoint, topology, request, context is None, best, without_plugin, as_json):
+    if _planned_without_plugin(checkpoint, topology, request, best, without_plugin, as_json):
         return
     architecture = planned_architecture(checkpoint, patch_pack or None)
     quantize_architecture(architecture, quantization)  # says what is wrong before all else
     if context is None:
-        request = replace(request, context=usual_context(architecture.spec))
+        request = replace(request, context=usual_context(architecture.spec))  # which is printed
     else:
-        _check_context(architecture, request)
+        _check_context(architecture, context, trains=task is PurposeChoice.training)
     candidates = candidates or CANDIDATES
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
@@ -260,7 +261,6 @@ def _planned_without_plugin(
     checkpoint: str,
     topology: str | None,
     request: Request,
-    usual_context: bool,
     best: int,
     options: Mapping[str, Any],
     as_json: bool,
@@ -271,7 +271,6 @@ def _planned_without_plugin(
         checkpoint: its directory, config.json or Hub id.
         topology: the slices, or None.
         request: what is planned.
-        usual_context: its context becomes the model's if that is shorter.
         best: how many plans are shown.
         options: that need an architecture: name → what was given, if anything.
         as_json: print one JSON object.
@@ -300,22 +299,22 @@ def _planned_without_plugin(
                 "own code only weights, cache and the least time of a decode step are known: leave it out, or begin a "
                 "plugin with `ttpu new-plugin --from CONFIG`."
             )
-    if usual_context:
-        request = replace(request, context=min(request.context, fallback.describe(config)["context"]))
+    if request.context is None:
+        request = replace(request, context=min(request.tokens, fallback.describe(config)["context"]))
     rows = request.rows(1)
     with stderr_console().status(f"tracing {checkpoint}"):
         plans = undescribed.undescribed_plans(
-            fallback, config, topology, batch=rows, context=request.context, dtype=request.dtype
+            fallback, config, topology, batch=rows, context=request.tokens, dtype=request.dtype
         )
     fitting, shown = any(one.fits for one in plans), plans[:best]
     reason = "take more chips, fewer rows (--batch) or a shorter context (--context)."
     if as_json:
         values = {"checkpoint": checkpoint, "model_type": config.model_type, "described": False, "batch": rows}
-        values |= {"context": request.context, **_request_json(request, topology, rows), "note": undescribed.NOTE}
+        values |= {"context": request.tokens, **_request_json(request, topology, rows), "note": undescribed.NOTE}
         nothing = None if fitting else _nothing_json(reason, min((one.missing_bytes for one in plans), default=None))
         print_json({**values, "plans": undescribed.as_json(shown), "nothing_fits": nothing})
     else:
-        title = f"{checkpoint}: {counted(rows, 'row')}, {request.context:,} tokens of context"
+        title = f"{checkpoint}: {counted(rows, 'row')}, {request.tokens:,} tokens of context"
         stdout_console().print(undescribed.table_of(shown, title))
         stdout_console().print(undescribed.NOTE)
     if not fitting:
@@ -324,15 +323,15 @@ def _planned_without_plugin(
     return True
 
 
-def _check_context(architecture: Architecture, request: Request) -> None:
-    """As the planner's `check_context`, with its warning as a line for people."""
+def _check_context(architecture: Architecture, context: int, *, trains: bool) -> None:
+    """As `check_context`, with its warning as a line for people."""
     import warnings
 
-    from ttpu_plan.planner import check_context
+    from ttpu_core.spec.context import check_context
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        check_context(architecture.spec, request)
+        check_context(architecture.spec, context, trains=trains)
     for one in said:
         note(f"warning: {one.message}")
 
@@ -462,7 +461,7 @@ def _used_with(checkpoint: str, one: Plan, saved: Path, patch_packs: Sequence[st
 
 def _title(model: str, request: Request) -> str:
     rows = "" if request.batch is None else f"{counted(request.batch, 'row')}, "
-    return f"{model}: {request.purpose}, {rows}{request.context:,} tokens of context"
+    return f"{model}: {request.purpose}, {rows}{request.tokens:,} tokens of context"
 
 
 def _as_json(
@@ -507,7 +506,7 @@ def _request_json(request: Request, topology: str | None, batch: int | None) -> 
             "task": request.purpose,
             "topology": topology,
             "batch": batch,
-            "context": request.context,
+            "context": request.tokens,
             "dtype": request.dtype,
             "quantization": request.quantization,
             "kv_cache": request.kv_cache,

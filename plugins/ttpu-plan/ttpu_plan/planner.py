@@ -4,7 +4,6 @@ nothing."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +19,7 @@ from ttpu_core.sharding.serving import StepSize
 from ttpu_core.sharding.strategy import DEFAULT_STRATEGY, MESH_AXES, Strategy, usual_strategy
 from ttpu_core.sharding.training_state import ELEMENTWISE, REMATS, WITH_MOMENTUM, UpdateSettings
 from ttpu_core.spec import ArchitectureSpec, AttentionSpec, MoESpec, axes
+from ttpu_core.spec.context import USUAL_CONTEXT, check_context, usual_context
 from ttpu_core.spec.parameters import stacked_parameters
 from ttpu_plan.cost import estimate_time
 from ttpu_plan.memory import estimate_memory
@@ -32,7 +32,7 @@ from ttpu_plan.zero import batch_axes, weight_strategy
 Purpose = Literal["inference", "generation", "training"]
 Mesh = dict[str, int]
 
-ROWS, CONTEXT = 32, 2048
+ROWS = 32
 """What is served where nothing else is asked for; training takes one row a device."""
 
 SHORTEST_PART = 512
@@ -49,7 +49,8 @@ class Request:
             `generate`'s decode step and prefill over contiguous caches; "training" is a training step.
         batch: rows of the decode or training step, over all replicas; None is 32, and to train one a device in each
             part of an update.
-        context: slots of each row's cache, and tokens of a prompt or of a row to train on.
+        context: slots of each row's cache, and tokens of a prompt or of a row to train on; None is 2,048, or the
+            model's context if that is shorter.
         strategy: which mesh axes shard which logical axes; None is the usual one of the purpose.
         one_replica: to serve, propose one engine over all devices alone.
         kv_cache: to serve, quantize keys and values, to int8 or fp8.
@@ -60,7 +61,7 @@ class Request:
 
     purpose: Purpose = "inference"
     batch: int | None = None
-    context: int = CONTEXT
+    context: int | None = None
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
     strategy: Strategy | None = None
@@ -101,6 +102,11 @@ class Request:
         return num_devices * self.parts if self.purpose == "training" else ROWS
 
     @property
+    def tokens(self) -> int:
+        """The context, of models that have as many positions as are usual."""
+        return USUAL_CONTEXT if self.context is None else self.context
+
+    @property
     def sharding(self) -> Strategy:
         """The strategy that was asked for, or the usual one of the purpose."""
         return self.strategy or usual_strategy(trains=self.purpose == "training")
@@ -120,9 +126,9 @@ class Request:
         training step."""
         rows = self.rows(num_devices)
         if self.purpose == "training":
-            step = Workload("train", rows, self.context, self.dtype, "scan", quantization=self.quantization)
+            step = Workload("train", rows, self.tokens, self.dtype, "scan", quantization=self.quantization)
             return (replace(step, update=self.update or UpdateSettings()),)
-        decode = Workload("decode", rows, self.context, self.dtype, quantization=self.quantization)
+        decode = Workload("decode", rows, self.tokens, self.dtype, quantization=self.quantization)
         decode = replace(decode, update=self.update)  # which is refused
         groups = prod(mesh.get(axis, 1) for axis in dict(self.sharding.rules).get("batch", ()))
         return decode, replace(decode, task="prefill", batch=min(rows, groups))
@@ -173,6 +179,7 @@ def plans(spec: ArchitectureSpec, topology: Topology, request: Request = SERVING
             f"training a {spec.model_type} whose weights are quantized was asked for, but the weights that a training "
             "step updates are float32: take the original weights."
         )
+    request = _with_context(spec, request)
     fingerprint = fingerprint_of(spec)
     found = [
         _plan(spec, fingerprint, topology, mesh, replace(request, strategy=strategy))
@@ -196,7 +203,7 @@ def plan_of_mesh(spec: ArchitectureSpec, topology: Topology, mesh: Mesh, request
     Raises:
         UnsupportedError: a parameter that the mesh cannot divide.
     """
-    return _plan(spec, fingerprint_of(spec), topology, mesh, request)
+    return _plan(spec, fingerprint_of(spec), topology, mesh, _with_context(spec, request))
 
 
 def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iterator[Mesh]:
@@ -208,19 +215,20 @@ def meshes(spec: ArchitectureSpec, topology: Topology, request: Request) -> Iter
     generate, gathering them for every token would take longer than to read them. To serve, `data` are replicas, and the
     devices of a replica belong to one host.
     """
+    request = _with_context(spec, request)
     devices = topology.num_devices
     trains, serves = request.purpose == "training", request.purpose == "inference"
     rows = request.rows(devices) // request.parts
     heads = max((_heads(layer.mixer) for layer in spec.layers), default=1)
     experts = [mixture.num_experts for mixture in _mixtures(spec)]
     shards_sequence = trains or request.new_tokens is not None
-    most_sequence = max(1, request.context // SHORTEST_PART) if shards_sequence else 1
+    most_sequence = max(1, request.tokens // SHORTEST_PART) if shards_sequence else 1
     allowed = {
         "stage": [1],
         "data": [n for n in _divisors(devices) if rows % n == 0],
         "fsdp": [n for n in _divisors(devices) if rows % n == 0] if trains else [1],
         "expert": [n for n in _divisors(devices) if experts and all(count % n == 0 for count in experts)] or [1],
-        "sequence": [n for n in _divisors(devices) if n <= most_sequence and request.context % n == 0],
+        "sequence": [n for n in _divisors(devices) if n <= most_sequence and request.tokens % n == 0],
         "tensor": [n for n in _divisors(topology.devices_per_slice) if n <= heads],
     }
     if serves:
@@ -273,37 +281,12 @@ def best_plan(spec: ArchitectureSpec, topology: Topology, request: Request = SER
         RequestError: a context that is longer than the model's.
         UnsupportedError: none does; the message says by how much, and what would.
     """
-    if request.context != CONTEXT:  # else nobody named one
-        check_context(spec, request)
+    if request.context is not None:
+        check_context(spec, request.context, trains=request.purpose == "training")
     found = plans(spec, topology, request)
     if not found[0].fits:
         raise UnsupportedError(str(why_nothing_fits(spec, topology, request, found)))
     return found[0]
-
-
-def usual_context(spec: ArchitectureSpec) -> int:
-    """The context of a plan where none is named: `CONTEXT`, or the model's if that is shorter."""
-    return min(CONTEXT, spec.context) if _has_positions(spec) else CONTEXT
-
-
-def check_context(spec: ArchitectureSpec, request: Request) -> None:
-    """Refuse a context that the model cannot be run with. Warn of one to train with, as `ttpu train` does: training so
-    is how contexts are extended.
-
-    Raises:
-        RequestError: it is longer than the model's.
-    """
-    if request.context <= spec.context or not _has_positions(spec):
-        return
-    if request.purpose != "training":
-        raise RequestError(
-            f"context is {request.context:,}, but this model's context holds {spec.context:,}: lower it."
-        )
-    warnings.warn(
-        f"context={request.context:,} was given, but the model's config names {spec.context:,} positions: pass "
-        f"context={spec.context}, unless its context is to be extended",
-        stacklevel=3,
-    )
 
 
 def why_nothing_fits(
@@ -311,6 +294,7 @@ def why_nothing_fits(
 ) -> NoFit:
     """Return by how much a model does not fit, and which single changes would make it fit: fewer rows, a shorter
     context, quantized weights, more chips."""
+    request = _with_context(spec, request)
     closest = min(found or plans(spec, topology, request), key=lambda plan: plan.memory.total)
     remedies: list[Remedy] = []
     rows = request.rows(topology.num_devices)
@@ -318,9 +302,9 @@ def why_nothing_fits(
         if plan := _fitting(spec, topology, replace(request, batch=batch)):
             remedies.append(Remedy(f"a batch of {batch} instead of {rows} would fit", plan))
             break
-    for context in _halves(request.context):
+    for context in _halves(request.tokens):
         if plan := _fitting(spec, topology, replace(request, context=context)):
-            remedies.append(Remedy(f"a context of {context} instead of {request.context} would fit", plan))
+            remedies.append(Remedy(f"a context of {context} instead of {request.tokens} would fit", plan))
             break
     dense = request.quantization is None and not spec.kernel_formats
     for name in ("int8", "int4") if request.purpose != "training" and dense else ():
@@ -356,7 +340,7 @@ def _plan(spec: ArchitectureSpec, fingerprint: str, topology: Topology, mesh: Me
     dcn, strategy = slice_axes(mesh, topology.slices), request.sharding
     shapes, workloads = None, request.workloads(topology.num_devices, mesh)
     if request.purpose == "inference":
-        limits = limits_for(request.rows(topology.num_devices), request.context, mesh, request.kv_cache)
+        limits = limits_for(request.rows(topology.num_devices), request.tokens, mesh, request.kv_cache)
         model = shard_model(spec, replica_mesh(mesh), strategy)
         shapes = shapes_for(planning_backend(), model, limits, request.dtype)
         workloads = served_workloads(shapes, limits, request.dtype, request.quantization)
@@ -440,17 +424,13 @@ def _serves_well(mesh: Mesh, topology: Topology, request: Request) -> bool:
     return devices % topology.chip.devices_per_chip == 0 and in_host % devices == 0
 
 
+def _with_context(spec: ArchitectureSpec, request: Request) -> Request:
+    """The request with the usual context of a model where none is named."""
+    return request if request.context is not None else replace(request, context=usual_context(spec))
+
+
 def _mixtures(spec: ArchitectureSpec) -> list[MoESpec]:
     return [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)]
-
-
-def _has_positions(spec: ArchitectureSpec) -> bool:
-    """Whether a layer keeps something of each token; states of one size have no positions that could run out."""
-    return any(
-        isinstance(layer.mixer, AttentionSpec)
-        or any(axes.SEQUENCE in state.axes for mixer in layer.mixers for state in mixer.state)
-        for layer in spec.layers
-    )
 
 
 def _heads(mixer: object) -> int:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,6 +28,7 @@ import ttpu_train.trainer
 from ttpu_core.cli.main import app
 from ttpu_core.errors import CheckpointError, DataError, MissingDependencyError, RequestError
 from ttpu_core.files import write_whole
+from ttpu_core.spec import ArchitectureSpec, EmbeddingSpec, HeadSpec
 from ttpu_train.arguments import TrainingArguments
 from ttpu_train.callbacks import EVENTS, TrainerCallback, TrainerControl, TrainerState
 from ttpu_train.cli.train import what_is_left
@@ -904,12 +906,16 @@ def test_rows_that_are_longer_than_the_models_positions_are_told_of(
 ) -> None:
     monkeypatch.setattr(ttpu_train.trainer, "training_flops", lambda *_, **__: 0.0)
     one = trainer(tmp_path, max_steps=1)
-    one.loaded.architecture = SimpleNamespace(spec=SimpleNamespace(context=LENGTH - 1))
+    named = ArchitectureSpec("tiny", EmbeddingSpec(64, 8, positions=LENGTH), (), None, HeadSpec(), LENGTH - 1)
+    one.loaded.architecture = SimpleNamespace(spec=named)
     with pytest.warns(UserWarning, match="max_length=8 was given, but the model's config names 7 positions"):
         one.train()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_long_rows(LENGTH, SimpleNamespace(context=LENGTH))
+        warn_of_long_rows(LENGTH, replace(named, max_position_embeddings=LENGTH))
+        warn_of_long_rows(LENGTH, None)  # of a model without a plugin
+    with pytest.raises(RequestError, match=r"^max_length is 9, but this model has learned 8 positions, .* lower it\.$"):
+        warn_of_long_rows(LENGTH + 1, named)
 
 
 def test_a_run_of_another_library_is_not_begun_over(backend: NumpyBackend, tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ backend."""
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ttpu_core.errors import RequestError, UnsupportedError
+from ttpu_core.spec import ArchitectureSpec
+from ttpu_core.spec.context import check_context
 from ttpu_train.arguments import TrainingArguments
 
 
@@ -149,11 +150,10 @@ def training_backend(name: str | None) -> Any:
 
 def warn_of_long_rows(max_length: int, spec: Any) -> None:
     """Say that rows are longer than the model's positions. Training so is how contexts are extended, so that it is
-    not refused."""
-    context = getattr(spec, "context", None)
-    if context is not None and max_length > context:
-        warnings.warn(
-            f"max_length={max_length:,} was given, but the model's config names {context:,} positions: "
-            f"pass max_length={context}, unless its context is to be extended",
-            stacklevel=3,
-        )
+    not refused, unless positions are learned.
+
+    Raises:
+        RequestError: they are.
+    """
+    if isinstance(spec, ArchitectureSpec):
+        check_context(spec, max_length, trains=True, name="max_length")

@@ -22,6 +22,7 @@ from ttpu_core.sharding.strategy import Strategy, usual_strategy
 from ttpu_core.sharding.training_state import Recomputation
 from ttpu_core.spec import ArchitectureSpec, MoESpec, axes
 from ttpu_core.spec.arithmetic import expert_shares, product_flops
+from ttpu_core.spec.context import check_context, usual_context
 from ttpu_core.spec.parameters import GROUPS, LAYERS, SHARED
 from ttpu_jax.aot.compile import CompiledProgram, compile_for
 from ttpu_jax.aot.schedule import Breakdown, PartCost
@@ -157,7 +158,7 @@ def compile_report(
     *,
     task: Task = "decode",
     batch: int = 32,
-    context: int = 2048,
+    context: int | None = None,
     dtype: Any = "bfloat16",
     mesh: Mapping[str, int] | None = None,
     slices: Mapping[str, int] | None = None,
@@ -182,7 +183,8 @@ def compile_report(
         topology_name: a name such as "v5e:2x4", see `ttpu_jax.aot.topology.tpu_topology`.
         task: decode, prefill or train.
         batch: number of rows.
-        context: cache slots per row, or tokens per row.
+        context: cache slots per row, or tokens per row; None is 2,048, or the model's context if that is shorter.
+            Training with a longer one than the model's is warned of.
         dtype: dtype of weights and cache, see `ttpu_jax.params.dtypes.model_dtype`.
         mesh: mesh axis → devices along it; None shards every layer over all devices (`tensor`; `fsdp` for training).
         slices: mesh axis → slices along it for several slices; None puts them on the first axes that they divide.
@@ -199,15 +201,19 @@ def compile_report(
     Raises:
         UnsupportedError: no such slice or mesh; or the model cannot be sharded this way, does not fit, or is not
             supported by this backend.
-        RequestError: an unknown task; a batch, context or dtype out of range; an optimization that programs of this
+        RequestError: an unknown task; a batch, context or dtype out of range, or a context that is longer than the
+            model's; an optimization that programs of this
             task do not have.
         MissingDependencyError: libtpu is not installed.
     """
+    if context is None:
+        context = usual_context(architecture.spec)
     if batch < 1 or context < 1:
         raise RequestError(
             f"a {task} program for a batch of {batch} with {context} slots was asked for, but both must be at least 1: "
             "raise them."
         )
+    check_context(architecture.spec, context, trains=task == "train")
     left_out = left_out_by([task], without)[task]
     stream = stream_form(residual_stream)
     config = None if quantization is None else QuantizationConfig.read(quantization)

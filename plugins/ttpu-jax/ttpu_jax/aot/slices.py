@@ -33,7 +33,7 @@ def fitting_report(
     *,
     task: Task,
     batch: int | None = None,
-    context: int = 2048,
+    context: int | None = None,
     layers: Layers = "unrolled",
 ) -> ProgramReport | None:
     """`compile_report` on the first place on which the program fits, or None if `places` is empty.

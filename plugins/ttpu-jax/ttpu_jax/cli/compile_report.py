@@ -16,6 +16,7 @@ from ttpu_core.sharding.verification import MEASURED_NOTE
 if TYPE_CHECKING:
     from ttpu_core.loading import Purpose
     from ttpu_core.services import Planner
+    from ttpu_core.spec import ArchitectureSpec
     from ttpu_jax.aot.report import ProgramReport, UnmodelledTotal
 
 NOTE = (
@@ -30,7 +31,6 @@ WITHOUT_PLUGIN = (
     "after its weights are read, and may change the programs."
 )
 
-PROMPT = 2048  # tokens
 USUAL: Mapping[str, Any] = {
     "layers": "unrolled",
     "attn_implementation": "auto",
@@ -101,11 +101,18 @@ def compile_report(
     ] = TaskChoice.both,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the decode or training step.")] = 32,
     context: Annotated[
-        int, typer.Option(min=1, help="Cache slots of each row of the decode step, or tokens of each row to train on.")
-    ] = 2048,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Cache slots of each row of the decode step, or tokens of each row to train on.",
+            show_default="2048, or the model's",
+        ),
+    ] = None,
     prefill: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of the prompt that prefill reads, in one row.", show_default=str(PROMPT)),
+        typer.Option(
+            min=1, help="Tokens of the prompt that prefill reads, in one row.", show_default="2048, or the model's"
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16, float32.")] = "bfloat16",
     mesh: Annotated[
@@ -189,6 +196,7 @@ def compile_report(
     from ttpu_core.errors import RequestError
     from ttpu_core.pictures import check_picture
     from ttpu_core.sharding.parallelism import parse_mesh, parse_slices
+    from ttpu_core.spec.context import check_context
     from ttpu_jax.optimizations import left_out_by
 
     if picture is not None:
@@ -216,14 +224,19 @@ def compile_report(
         "remat": (remat or RematChoice.full).value,
         "without": without,
     }
-    report, described = _reporter(checkpoint, options, dtype, "train" if task is TaskChoice.train else "generate")
+    report, spec, usual = _reporter(checkpoint, options, dtype, "train" if task is TaskChoice.train else "generate")
+    described = spec is not None
+    if spec is not None:
+        for option, tokens in (("--context", context), ("--prefill", prefill)):
+            if tokens is not None and task is not TaskChoice.train:  # of which the report itself warns
+                check_context(spec, tokens, trains=False, name=option)
     wanted: list[tuple[Any, int, int]] = []
     if task in (TaskChoice.decode, TaskChoice.both):
-        wanted.append(("decode", batch, context))
+        wanted.append(("decode", batch, context or usual))
     if task in (TaskChoice.prefill, TaskChoice.both):
-        wanted.append(("prefill", 1, prefill or PROMPT))
+        wanted.append(("prefill", 1, prefill or usual))
     if task is TaskChoice.train:
-        wanted.append(("train", batch, context))
+        wanted.append(("train", batch, context or usual))
     left_out = left_out_by([program for program, *_ in wanted], without)
     if slices and not described:
         raise RequestError(
@@ -266,9 +279,9 @@ def _draw(reports: list[ProgramReport], picture: str) -> None:
 
 def _reporter(
     checkpoint: str, options: Mapping[str, Any], dtype: str, purpose: Purpose
-) -> tuple[Callable[..., ProgramReport], bool]:
-    """What compiles programs of a checkpoint by the name of a slice, and whether a plugin describes it. Where none does
-    it is the fallback's.
+) -> tuple[Callable[..., ProgramReport], ArchitectureSpec | None, int]:
+    """What compiles programs of a checkpoint by the name of a slice, the architecture as its plugin describes it, and
+    the tokens of a program where no number is named. Where there is no plugin it is the fallback's.
 
     Args:
         checkpoint: its directory, config.json or Hub id.
@@ -288,6 +301,7 @@ def _reporter(
     from ttpu_core.registry import default_registry
     from ttpu_core.sharding.parallelism import parse_rules, strategy_with
     from ttpu_core.sharding.strategy import usual_strategy
+    from ttpu_core.spec.context import USUAL_CONTEXT, usual_context
     from ttpu_jax.aot.report import ReportsWithoutPlugin
     from ttpu_jax.aot.report import compile_report as of_architecture
 
@@ -305,7 +319,8 @@ def _reporter(
             )
             layout = {"strategy": followed.strategy, "mesh": dict(followed.mesh), "slices": dict(followed.dcn)}
         given = {name: value for name, value in options.items() if name not in ("sharding_rules", "plan")}
-        return partial(of_architecture, architecture, **layout, **given), True
+        report = partial(of_architecture, architecture, **layout, **given)
+        return report, architecture.spec, usual_context(architecture.spec)
     for name, value in options.items():
         if value != USUAL[name]:
             raise RequestError(
@@ -313,7 +328,7 @@ def _reporter(
                 f"{config.model_type!r}, and transformers' own code is compiled as it is: leave it out, or begin a "
                 "plugin with `ttpu new-plugin --from CONFIG`."
             )
-    return partial(fallback.program_report, config), False
+    return partial(fallback.program_report, config), None, min(USUAL_CONTEXT, int(fallback.describe(config)["context"]))
 
 
 def _as_json(report: ProgramReport) -> dict[str, Any]:
