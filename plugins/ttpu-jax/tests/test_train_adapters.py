@@ -16,10 +16,12 @@ from safetensors.numpy import load_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
+from ttpu_core import ModelConfig, default_registry
 from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_jax.backend import JaxBackend
 from ttpu_jax.params.adapter_sites import reached_tensors
 from ttpu_jax.runner.lora import tensor_updates
+from ttpu_jax.train.adapter_targets import find_targets
 from ttpu_jax.train.runner import JaxTrainRunner
 from ttpu_serve.adapters.files import read_adapter
 from ttpu_train.adapters import AdapterSettings, adapter_settings
@@ -297,6 +299,42 @@ def test_queries_and_their_gate_share_the_adapter_of_their_module(tmp_path: Path
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("dora", [False, True])
+def test_weights_that_are_stored_with_inputs_first_are_adapted_as_by_peft(tmp_path: Path, dora: bool) -> None:
+    """gpt2's, of a class `Conv1D`."""
+    peft, torch, transformers = (pytest.importorskip(name) for name in ("peft", "torch", "transformers"))
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        vocab_size=259, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, **dropout
+    )
+    base = transformers.GPT2LMHeadModel(config)
+    base.save_pretrained(tmp_path / "gpt2")
+    one = runner(tmp_path / "gpt2", AdapterSettings("all-linear", r=2, use_dora=dora, init_lora_weights=False))
+    one.save_pretrained(tmp_path / "before", "float32")
+    store = Checkpoints(one, tmp_path / "run" / "checkpoints", CheckpointPolicy())
+    figures = trained(one, 0, 4)
+    np.testing.assert_allclose(figures, trained_by_peft(tmp_path / "gpt2", tmp_path / "before", 4), rtol=1e-4)
+    other = runner(tmp_path / "gpt2", one.settings.adapters, "fsdp=2,tensor=4", zero_stage=1)
+    np.testing.assert_allclose(trained(other, 0, 2), figures[:2], rtol=1e-5)
+
+    store.save(4, {"position": 4})
+    store.close()
+    for name, merge in (("adapter", False), ("merged", True)):
+        export_run(tmp_path / "run", tmp_path / name, JaxBackend(), dtype="float32", merge=merge)
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        logits = read(torch.tensor(batch(0).tokens).long()).logits.numpy()
+    np.testing.assert_allclose(one.predict(batch(0))[1], logits, atol=1e-4)
+    merged = AutoModelForTPU.from_pretrained(str(tmp_path / "merged"), dtype="float32")
+    np.testing.assert_allclose(merged(batch(0).tokens).logits, logits, atol=1e-4)
+    if not dora:
+        mapping = merged.architecture.mapping
+        sites = {path: names for path, rule in mapping.rules if (names := reached_tensors(path, rule))}
+        assert len(tensor_updates(mapping, sites, read_adapter(tmp_path / "adapter").updates, "adapter")) == 8
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3", "llama4"])
 def test_adapters_of_a_text_part_leave_towers_alone_in_peft(tmp_path: Path, kind: str) -> None:
     """peft used to give modules of the same names in towers for pictures adapters with random numbers."""
@@ -433,3 +471,8 @@ def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> 
         runner(checkpoint, None, quantization="w8a16")
     with pytest.raises(RequestError, match=r"there is no adapter_model.safetensors"):
         runner(checkpoint, replace(LORA, start=str(tmp_path)))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    mamba = default_registry().architecture(ModelConfig.from_dict({"model_type": "mamba", **sizes}))
+    for targets in ("all-linear", ("in_proj",)):
+        with pytest.raises(UnsupportedError, match="this mamba model has none: train its weights, without peft_conf"):
+            find_targets(AdapterSettings(targets), mamba.mapping, mamba.spec, {})

@@ -378,3 +378,20 @@ def test_answers_are_those_of_peft(engine: EngineCore, base: Path, tmp_path: Pat
         assert expected[0, len(prompt) :].tolist() == answer
 
 
+@pytest.mark.torch
+def test_an_adapter_of_weights_stored_with_inputs_first_answers_as_in_peft(tmp_path: Path) -> None:
+    """peft sets `fan_in_fan_out` for gpt2's `Conv1D`, which was refused."""
+    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 259, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    base.save_pretrained(tmp_path / "gpt2")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], init_lora_weights=False, fan_in_fan_out=True)
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    core = small_engine(tmp_path / "gpt2", dtype="float32", adapters={"peft": str(tmp_path / "adapter")})
+    for prompt, answer in zip(PROMPTS, answers(core, PROMPTS, ["peft"] * 4), strict=True):
+        expected = model.generate(
+            input_ids=torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert expected[0, len(prompt) :].tolist() == answer

@@ -20,6 +20,7 @@ from ttpu_core.mapping.padding import Padding
 _REACHED = re.compile(
     r"layers\.\d+\.(attention\.(qkv|value|gate|output)|(mlp|moe\.shared|moe\.dense)\.(gate_up|up|down))\.kernel"
 )
+_TURNED = (("transpose", (1, 0)),)
 
 
 class Factors(Protocol):
@@ -113,8 +114,19 @@ def _with(padding: Padding, where: slice, size: int) -> Padding:
     )
 
 
+def is_transposed(tensor: Tensor) -> bool:
+    """Whether a checkpoint holds the matrix as [in, out] and the rule turns it first, as that of gpt2's Conv1D."""
+    return len(tensor.shape) == 2 and tensor.views[:1] == _TURNED
+
+
+def module_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape [out, in] of the module that a matrix in a checkpoint is of; of other tensors their own."""
+    return tensor.shape[::-1] if is_transposed(tensor) else tensor.shape
+
+
 def _narrowed(rule: Expression, ranks: int) -> Expression | None:
-    """The rule for tensors [out, ranks] in place of [out, in]; None where it does not leave inputs whole and last."""
+    """The rule for tensors [out, ranks] in place of [out, in], or of [in, out] that is turned first; None where it does
+    not leave inputs whole and last."""
     if isinstance(rule, Concat | Stack):
         if rule.axis == len(rule.result_shape) - 1:
             return None
@@ -122,8 +134,9 @@ def _narrowed(rule: Expression, ranks: int) -> Expression | None:
         return replace(rule, parts=tuple(parts)) if len(parts) == len(rule.parts) else None
     if not isinstance(rule, Tensor) or len(rule.shape) != 2:
         return None
-    inputs, result = rule.shape[1], Tensor(rule.name, (rule.shape[0], ranks))
-    for operation, argument in rule.views:
+    outputs, inputs = module_shape(rule)
+    result = Tensor(rule.name, (outputs, ranks))
+    for operation, argument in rule.views[is_transposed(rule) :]:
         rank = len(result.result_shape)
         if operation == "reshape" and argument[-1] == inputs:
             result = result.reshape(*argument[:-1], ranks)

@@ -18,7 +18,7 @@ import numpy as np
 from ttpu_core.errors import BusyError, MappingError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping
 from ttpu_jax.ops.kernels import LowRankKernel, QuantizedKernel
-from ttpu_jax.params.adapter_sites import Site, is_reached, make_site, reached_tensors
+from ttpu_jax.params.adapter_sites import Site, is_reached, make_site, module_shape, reached_tensors
 
 if TYPE_CHECKING:
     from ttpu_jax.causal_lm import JaxCausalLM
@@ -158,7 +158,7 @@ def tensor_updates(
         UnsupportedError: it changes something that adapters do not reach.
         MappingError: it changes modules that the model does not have, or has in other sizes.
     """
-    shapes = mapping.tensors
+    shapes = {leaf.name: module_shape(leaf) for _, rule in mapping.rules for leaf in rule.leaves()}
     users = _users(mapping)
     ignored = [re.compile(pattern) for pattern in mapping.ignored]
     actual = {f"{module}.weight": module for module in adapter}

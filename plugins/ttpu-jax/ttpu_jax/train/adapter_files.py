@@ -24,6 +24,7 @@ from ttpu_core.errors import CheckpointError, RequestError, UnsupportedError
 from ttpu_core.mapping import FlaxMapping, gather, pad_mapping, stack_layers
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec
+from ttpu_jax.params.adapter_sites import is_transposed
 from ttpu_jax.params.dtypes import stored_dtype
 from ttpu_jax.params.export import Deferred, export_tensors, staging_folder, wait_for_all
 from ttpu_jax.train.adapters import MAGNITUDE, PREFIX, A, Adapters, B
@@ -221,18 +222,21 @@ def merged_tensors(
     low_rank, whole = _low_rank_tensors(identity, arrays), _whole_tensors(identity, arrays, architecture)
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
 
+    turned = {leaf.name for _, rule in architecture.mapping.rules for leaf in rule.leaves() if is_transposed(leaf)}
+
     def merged(name: str, info: TensorInfo) -> np.ndarray:
         if name in whole:
             return whole[name].astype(np.float32)
         with TensorReader() as reader:
-            value = _read(info, reader)
+            stored = _read(info, reader)
+        value = stored.T if name in turned else stored
         module = f"{PREFIX}{name.removesuffix('.weight')}"
         if f"{module}.{A}.weight" in low_rank:
             change = low_rank[f"{module}.{B}.weight"] @ low_rank[f"{module}.{A}.weight"]
             value = value + np.float32(scaling) * change
             if (magnitude := low_rank.get(f"{module}.{MAGNITUDE}")) is not None:
                 value *= (magnitude / np.linalg.norm(value, axis=1))[:, None]
-        return value
+        return np.ascontiguousarray(value.T) if name in turned else value
 
     names = {name: base.tensors[stored] for name, stored in architecture.mapping.canonical(base.tensors).items()}
     return {name: Deferred(tuple(info.shape), kind, partial(merged, name, info)) for name, info in names.items()}
@@ -253,7 +257,7 @@ def _peft_config(adapters: Adapters) -> dict[str, Any]:
         "modules_to_save": list(settings.modules_to_save) or None,
         "init_lora_weights": settings.init_lora_weights,
         "inference_mode": True,
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(is_transposed(leaf) for t in adapters.targets for r in t.rules for leaf in r.leaves()),
     }
 
 

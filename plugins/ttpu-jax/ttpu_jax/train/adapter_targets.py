@@ -18,7 +18,7 @@ from ttpu_core.mapping.padding import Padding
 from ttpu_core.sharding.padding import Paddings
 from ttpu_core.spec import ArchitectureSpec, Parameter
 from ttpu_core.spec.parameters import stacked_parameters, stacked_paths
-from ttpu_jax.params.adapter_sites import Site, is_reached, make_site, reached_tensors
+from ttpu_jax.params.adapter_sites import Site, is_reached, make_site, module_shape, reached_tensors
 from ttpu_jax.train.held import pad
 
 if TYPE_CHECKING:
@@ -138,7 +138,8 @@ def find_targets(
     found = []
     held: dict[tuple[str, ...], str] = {}
     for path, tensors_of in reached.items():
-        blocks = _blocks(path, tensors_of, chosen, mapping.tensors, held)
+        shapes = {leaf.name: module_shape(leaf) for copy in stacks[path] for leaf in rules[copy].leaves()}
+        blocks = _blocks(path, tensors_of, chosen, shapes, held)
         if blocks:
             copies = stacks[path]
             each = tuple(paddings.get(copy) for copy in copies)
@@ -247,7 +248,12 @@ def _is_target(settings: AdapterSettings, name: str) -> bool:
 
 
 def _refuse_target(target: str, found: str, reached: set[str], others: set[str], model_type: str) -> None:
-    names = ", ".join(_tails(reached)) or "none"
+    if not reached:
+        raise UnsupportedError(
+            f"target_modules={target!r} was asked for, but adapters reach the projections of softmax attention and "
+            f"dense feed-forward layers, and this {model_type} model has none: train its weights, without peft_config."
+        )
+    names = ", ".join(_tails(reached))
     known = [name for name in others if _ends_with(name, found) or name == found]
     if known:
         raise UnsupportedError(

@@ -26,7 +26,6 @@ REFUSED = {
     "modules_to_save": "whole modules that were trained (modules_to_save)",
     "trainable_token_indices": "trained tokens (trainable_token_indices)",
     "lora_bias": "biases (lora_bias)",
-    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     "layer_replication": "repeated layers (layer_replication)",
     "target_parameters": "parameters outside linear modules, such as fused experts (target_parameters)",
     "alora_invocation_tokens": "activation by tokens (aLoRA)",
