@@ -326,6 +326,26 @@ def test_sums_stay_in_hbm_on_their_way(in_hbm: bool, small: bool, monkeypatch: p
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize(
+    ("name", "axes", "in_hbm"),
+    [("v5e:2x4", {"data": 2, "fsdp": 4}, True), ("v5e:2x4", {"stage": 2, "fsdp": 4}, False),
+     ("2*v5e:2x2", {"data": 2, "fsdp": 4}, False)],
+    ids=["devices", "stages", "slices"],
+)  # fmt: skip
+def test_sums_of_stages_and_slices_are_where_the_compiler_likes_them(
+    name: str, axes: dict[str, int], in_hbm: bool
+) -> None:
+    """What tells it is a call that is not mapped over stages, and that libtpu fails at where there are several slices.
+    """
+    ring = gradient_ring(make_mesh(tpu_topology(name), axes), ((), ("fsdp",)), (("fsdp",), ()), sums_in_hbm=True)
+    assert ring is not None and ring.sums_in_hbm == in_hbm
+    if "stage" in axes:
+        product = jax.vmap(lambda x, kernel: trained_product(x, kernel, jnp.bfloat16, ring))
+        x, kernel = jnp.zeros((2, 4, 1024, 512)), jnp.zeros((2, 128, 512))
+        jax.eval_shape(jax.grad(lambda kernel: product(x, kernel).sum()), kernel)
+
+
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize("hidden", [512, 1024])
 def test_weights_that_do_not_fill_lanes_are_rounded_before_the_loop(hidden: int) -> None:
     """Of 512 features each of eight v5e chips has 64, and the compiler would copy the float32 weights of all layers."""

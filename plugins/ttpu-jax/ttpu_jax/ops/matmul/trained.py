@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from ttpu_core.sharding.hardware import chip_of_device_kind
+from ttpu_core.sharding.strategy import STAGE
 from ttpu_jax.ops.memories import in_hbm
 
 Axes = tuple[str, ...]
@@ -70,7 +71,10 @@ def gradient_ring(
         return None
     chip = chip_of_device_kind(mesh.devices.flat[0].device_kind)
     by_compiler = chip is not None and chip.sums_on_sparse_cores
-    sums_in_hbm &= not by_compiler
+    # Over stages products are mapped (vmap), which a call of the compiler's own cannot be; and on several slices libtpu
+    # 0.0.42 fails to remove such a call: "cannot remove instruction", as others were told to follow it.
+    one_slice = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat}) == 1
+    sums_in_hbm &= not by_compiler and one_slice and mesh.shape.get(STAGE, 1) == 1
     return GradientRing(mesh, axis, place, kernel, rows, by_compiler=by_compiler, sums_in_hbm=sums_in_hbm)
 
 
