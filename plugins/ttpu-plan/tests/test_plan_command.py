@@ -126,7 +126,7 @@ def test_a_plan_is_saved_though_nobody_reads_what_is_printed(
     def closed(*_: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("ttpu_plan.cli._print", closed)
+    monkeypatch.setattr("ttpu_plan.command_output.print_plans", closed)
     run(config, "--topology", "v5e:2x4", "--save", tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").topology == "v5e:2x4"
 

@@ -4,7 +4,6 @@ only its config.json, and writes a table, JSON, a plan file or a picture. It nee
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,30 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli import options
-from ttpu_core.cli.console import counted, in_bytes, in_milliseconds, note, print_json, stderr_console, stdout_console
-from ttpu_core.sharding.hardware import GIB
+from ttpu_core.cli.console import counted, note, print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ttpu_core.architecture import Architecture
-    from ttpu_core.sharding.verification import Verification
     from ttpu_plan.plan import Plan
     from ttpu_plan.planner import NoFit, Request
     from ttpu_plan.proposal import Proposal
 
-Verified = dict["Plan", "tuple[Verification, ...]"]
-
 CONFIG = "config.json"
 NOTHING_FITS = 1
 CANDIDATES = 3
-MOST_CHIPS = 256  # of the slices that are tried where none is named
-NOTE = (
-    "Sizes are of one device at the peak. Memory is predicted from the arrays that the programs hold; times are "
-    "rooflines, good for comparing meshes. Nothing ran on a TPU."
-)
-LEFT = ("slice", "mesh", "bound by")  # columns of words
-VERIFIED_NOTE = "Compiled figures are the TPU compiler's own; its times are a walk through its schedule."
 
 
 class PurposeChoice(StrEnum):
@@ -166,6 +152,8 @@ def plan(
     from ttpu_core.quantization import quantize_architecture
     from ttpu_core.sharding.training_state import UpdateSettings
     from ttpu_core.spec.context import usual_context
+    from ttpu_plan.command_output import nothing_fits, plans_json, plans_title, print_plans
+    from ttpu_plan.compiled_plans import all_refused, compiled_order, compiled_plans, plan_name, refused
     from ttpu_plan.picture import ENDINGS, save_picture
     from ttpu_plan.plan_file import check_plan_file, save_plan
     from ttpu_plan.planner import Request
@@ -223,35 +211,37 @@ def plan(
     candidates = candidates or CANDIDATES
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
-    verified = _verified(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
+    verified = compiled_plans(architecture, fitting if topology is None else fitting[:candidates]) if verify else {}
     if topology is not None:
-        shown = sorted(shown, key=lambda one: _order(one, verified))  # stable: what is not verified stays in order
+        # Stable: what is not verified stays in order.
+        shown = sorted(shown, key=lambda one: compiled_order(one, verified))
     if verify:
-        fitting = [one for one in shown if one in verified and not _refused(one, verified)]
-    reason = None if fitting else str(nothing) if nothing else _all_refused(shown, verified)
+        fitting = [one for one in shown if one in verified and not refused(one, verified)]
+    reason = None if fitting else str(nothing) if nothing else all_refused(shown, verified)
     if save is not None and fitting:
         save_plan(fitting[0], save)  # before what is printed, whose reader may stop reading
     if not as_json:
-        _print(checkpoint, architecture, request, shown, without, verified)
+        print_plans(checkpoint, architecture, request, shown, without, verified)
     proposed: list[Proposal] = []
     if task is PurposeChoice.training and batch is None and topology is not None and fitting:
-        compiled = (lambda one: _verified(architecture, [one])[one]) if verify else None
+        compiled = (lambda one: compiled_plans(architecture, [one])[one]) if verify else None
         proposed = proposals(architecture.spec, topology, request, remat, candidates, compiled)
     if as_json:
-        content = _as_json(checkpoint, architecture, topology, request, shown, without, verified)
+        content = plans_json(checkpoint, architecture, topology, request, shown, without, verified)
         if proposed:
             content["best_batch"] = proposed[0].as_json(architecture.spec) if proposed[0].fits else None
         if proposed and verify:
             content["compiled_batches"] = [one.as_json(architecture.spec) for one in proposed]
-        print_json({**content, "nothing_fits": _nothing_fits(reason, nothing)})
+        print_json({**content, "nothing_fits": nothing_fits(reason, nothing)})
     elif proposed:
         stdout_console().print(in_words(proposed, architecture.spec))
     if picture is not None and shown:
-        save_picture([(_name(one), one) for one in shown], picture, _title(architecture.spec.model_type, request))
+        drawn = [(plan_name(one), one) for one in shown]
+        save_picture(drawn, picture, plans_title(architecture.spec.model_type, request))
         note(f"drew {counted(len(shown), 'plan')} in {picture}")
     if save is not None and fitting:
         command = _used_with(checkpoint, fitting[0], save, patch_pack or ())
-        note(f"saved the plan for {_name(fitting[0])} as {save}{command}")
+        note(f"saved the plan for {plan_name(fitting[0])} as {save}{command}")
     if reason is not None:
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
@@ -286,6 +276,7 @@ def _planned_without_plugin(
     from ttpu_core.loading import undescribed_config
     from ttpu_core.registry import default_registry
     from ttpu_plan import undescribed
+    from ttpu_plan.command_output import nothing_json, request_json
 
     config = undescribed_config(checkpoint)
     fallback = None if config is None else default_registry().fallback("jax")
@@ -310,8 +301,8 @@ def _planned_without_plugin(
     reason = "take more chips, fewer rows (--batch) or a shorter context (--context)."
     if as_json:
         values = {"checkpoint": checkpoint, "model_type": config.model_type, "described": False, "batch": rows}
-        values |= {"context": request.tokens, **_request_json(request, topology, rows), "note": undescribed.NOTE}
-        nothing = None if fitting else _nothing_json(reason, min((one.missing_bytes for one in plans), default=None))
+        values |= {"context": request.tokens, **request_json(request, topology, rows), "note": undescribed.NOTE}
+        nothing = None if fitting else nothing_json(reason, min((one.missing_bytes for one in plans), default=None))
         print_json({**values, "plans": undescribed.as_json(shown), "nothing_fits": nothing})
     else:
         title = f"{checkpoint}: {counted(rows, 'row')}, {request.tokens:,} tokens of context"
@@ -361,82 +352,6 @@ def _plans(
     return every[:best], why_nothing_fits(spec, slices, request, every), []
 
 
-def _verified(architecture: Architecture, wanted: Sequence[Plan]) -> Verified:
-    """Plan → what the compiler says of its programs."""
-    from ttpu_core.backend import Verifies
-    from ttpu_core.errors import UnsupportedError
-    from ttpu_core.registry import default_registry
-    from ttpu_plan.served import capable_backend
-
-    backend = capable_backend(default_registry(), Verifies)
-    if not isinstance(backend, Verifies):
-        raise UnsupportedError(
-            "--verify was asked for, but no installed backend can compile a plan: "
-            '`pip install -U "ttpu-core[jax]"`.'
-        )
-    result: Verified = {}
-    with stderr_console().status("") as status:
-        for one in wanted:
-
-            def progress(task: str, one: Plan = one) -> None:
-                status.update(f"compiling {task} of {one.model_type} for {_name(one)}")
-
-            result[one] = backend.verify_plan(architecture, one, progress=progress)
-    return result
-
-
-def _kernels(architecture: Architecture, shown: Sequence[Plan]) -> dict[str, str]:
-    """Operation → what the first plan runs it by on a TPU, and why; {} where no backend that knows is installed."""
-    from dataclasses import replace
-
-    from ttpu_core.backend import Plans
-    from ttpu_core.quantization.quantize import planned_spec
-    from ttpu_core.registry import default_registry
-    from ttpu_plan.served import capable_backend
-
-    backend = capable_backend(default_registry(), Plans)
-    if not isinstance(backend, Plans):
-        return {}
-    if not shown:
-        return dict(backend.planned_kernels(architecture))
-    plan, workloads = shown[0], [program.workload for program in shown[0].programs]
-    spec = planned_spec(architecture.spec, workloads[0].quantization)
-    return dict(
-        backend.planned_kernels(
-            replace(architecture, spec=spec),
-            served=plan.is_served,
-            shards_sequence=dict(plan.mesh).get("sequence", 1) > 1,
-            parallelism=plan.replica,
-            rows=tuple(dict.fromkeys(one.tokens * (1 if one.step else one.batch) for one in workloads)),
-        )
-    )
-
-
-def _refused(one: Plan, verified: Verified) -> bool:
-    return any(program.peak_bytes is None for program in verified.get(one, ()))
-
-
-def _all_refused(shown: Sequence[Plan], verified: Verified) -> str:
-    left = any(one.fits and one not in verified for one in shown)
-    return (
-        "the compiler refuses what was predicted to fit: take "
-        f"{'more of --candidates, or more chips' if left else 'more chips, fewer rows or a shorter context'}."
-    )
-
-
-def _order(one: Plan, verified: Verified) -> tuple[int, float]:
-    """Verified plans by the compiler's times, then the others, then those that it refused."""
-    if one not in verified:
-        return 1, 0.0
-    if _refused(one, verified):
-        return 2, 0.0
-    return 0, one.rank_seconds({program.task: program.seconds for program in verified[one]})
-
-
-def _name(one: Plan) -> str:
-    return f"{one.topology} {one.layout}"
-
-
 def _used_with(checkpoint: str, one: Plan, saved: Path, patch_packs: Sequence[str]) -> str:
     """The command that runs what a plan was made for."""
     import shlex
@@ -457,169 +372,3 @@ def _used_with(checkpoint: str, one: Plan, saved: Path, patch_packs: Sequence[st
     words += ["--kv-cache-dtype", workload.kv_cache] if workload.kv_cache else []
     each = "" if one.replicas == 1 else f", once for each of the {one.replicas} replicas"
     return f"; serve it with `{shlex.join(['ttpu', 'serve', *words])}`{each}"
-
-
-def _title(model: str, request: Request) -> str:
-    rows = "" if request.batch is None else f"{counted(request.batch, 'row')}, "
-    return f"{model}: {request.purpose}, {rows}{request.tokens:,} tokens of context"
-
-
-def _as_json(
-    checkpoint: str,
-    architecture: Architecture,
-    topology: str | None,
-    request: Request,
-    shown: Sequence[Plan],
-    without: Sequence[str],
-    verified: Verified,
-) -> dict[str, Any]:
-    from ttpu_core.quantization.report import stored_formats
-    from ttpu_core.sharding.hardware import parse_topology
-    from ttpu_plan.plan_file import plan_json
-
-    if topology is not None:
-        batch: int | None = request.rows(parse_topology(topology).num_devices)
-    else:  # where nothing is said, training takes as many rows as each slice has devices
-        batch = request.batch if request.purpose == "training" else request.rows(1)
-    rows = []
-    for one in shown:
-        compiled = {"compiled": [asdict(each) for each in verified[one]]} if one in verified else {}
-        rows.append({**plan_json(one), "parallelism": str(one.parallelism), "layout": one.layout, **compiled})
-    return {
-        "checkpoint": checkpoint,
-        "model_type": architecture.spec.model_type,
-        "num_parameters": architecture.spec.num_parameters,
-        "kernel_formats": dict(stored_formats(architecture.spec)),
-        **_request_json(request, topology, batch),
-        "note": NOTE,
-        "patch_packs": list(architecture.patch_packs),
-        "kernels": _kernels(architecture, shown),
-        "plans": rows,
-        "without": list(without),
-    }
-
-
-def _request_json(request: Request, topology: str | None, batch: int | None) -> dict[str, Any]:
-    return {
-        "purpose": request.purpose,
-        "request": {
-            "task": request.purpose,
-            "topology": topology,
-            "batch": batch,
-            "context": request.tokens,
-            "dtype": request.dtype,
-            "quantization": request.quantization,
-            "kv_cache": request.kv_cache,
-            "new_tokens": request.new_tokens,
-            "update": None if request.update is None else asdict(request.update),
-        },
-    }
-
-
-def _nothing_fits(reason: str | None, nothing: NoFit | None) -> dict[str, Any] | None:
-    """What is known of it: only the reason where a compiler refused what was predicted to fit."""
-    from ttpu_plan.plan_file import plan_json
-
-    if reason is None:
-        return None
-    remedies = nothing.remedies if nothing else ()
-    changes = [{"change": one.change, "plan": plan_json(one.plan)} for one in remedies]
-    return _nothing_json(reason, nothing.missing_bytes if nothing else None, changes)
-
-
-def _nothing_json(reason: str, missing_bytes: int | None, remedies: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """`nothing_fits` of the JSON, which is null where a plan fits."""
-    return {"reason": reason, "missing_bytes": missing_bytes, "remedies": list(remedies)}
-
-
-def _print(
-    checkpoint: str,
-    architecture: Architecture,
-    request: Request,
-    shown: Sequence[Plan],
-    without: Sequence[str],
-    verified: Verified,
-) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from ttpu_core.quantization.report import stored_formats
-
-    console = stdout_console()
-    if shown:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=_title(checkpoint, request), title_justify="left")
-        rows = [_cells(one) for one in shown]
-        labels = list(dict.fromkeys(label for row in rows for label in row))
-        for label in labels:
-            table.add_column(label, justify="left" if label in LEFT else "right", no_wrap=True)
-        for one, row in zip(shown, rows, strict=True):
-            table.add_row(*(row.get(label, "") for label in labels), style="" if one.fits else "dim")
-        console.print(table)
-    lines = [f"{chip}: not on {MOST_CHIPS} chips" for chip in without]
-    lines += dict.fromkeys(one.note for one in shown if one.note)
-    if lines:
-        console.print("\n".join(lines), end="\n\n")
-    if verified:
-        console.print(_compiled_table(verified))
-    spec = architecture.spec
-    kernels = [f"{operation}: {words}" for operation, words in _kernels(architecture, shown).items()]
-    if architecture.patch_packs:
-        kernels.append(f"patch packs: {', '.join(architecture.patch_packs)}")
-    if kernels:
-        console.print("\n".join(kernels), end="\n\n")
-    stored = "; ".join(stored_formats(spec)) or request.dtype
-    cache = f", keys and values in {request.kv_cache}" if request.kv_cache else ""
-    words = f"{spec.model_type}, {spec.num_parameters:,} parameters in {request.quantization or stored}{cache}. {NOTE}"
-    console.print(f"{words} {VERIFIED_NOTE}" if verified else words)
-
-
-def _cells(one: Plan) -> dict[str, str]:
-    """Column → text of one plan's row, sizes in GiB."""
-    memory, programs = asdict(one.memory), {program.workload.task: program for program in one.programs}
-    others = ("gradients", "optimizer", "activations", "logits") if "train" in programs else ("cache", "activations")
-    if one.is_served:
-        others = (*others, "sampling")
-    cells = {
-        "slice": one.topology,
-        "chips": f"{one.slices.num_chips:,}",
-        "mesh": one.layout,
-        "GiB": f"{one.memory.total / GIB:.1f} of {one.hbm_bytes / GIB:.1f}",
-        **{name: f"{memory[name] / GIB:.2f}" for name in ("weights", *others, "temporaries")},
-    }
-    for task, label in (("decode", "decode step"), ("mixed", "mixed step"), ("prefill", "prefill"), ("train", "step")):
-        if task in programs:
-            cells[label] = in_milliseconds(programs[task].time.seconds)
-    cells["tokens/s"] = f"{one.tokens_per_second:,.0f}"
-    cells["bound by"] = one.programs[0].time.bound
-    return cells
-
-
-def _compiled_table(verified: Verified) -> Table:
-    """Prediction and compiler side by side, a program a line."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="compiled", title_justify="left")
-    for label in ("slice", "mesh", "program"):
-        table.add_column(label, no_wrap=True)
-    for label in ("predicted GiB", "GiB", "error", "predicted", "time"):
-        table.add_column(label, justify="right", no_wrap=True)
-    table.add_column("exchanged on each device, and who says so", overflow="fold")
-    for its, compiled in verified.items():
-        for one in compiled:
-            program = its.program(one.task)
-            assert program is not None
-            found = ("", "does not fit", "", "", "", one.refused)
-            if one.peak_bytes is not None:
-                error = program.memory.of_program / one.peak_bytes - 1
-                sizes = f"{program.memory.of_program / GIB:.2f}", f"{one.peak_bytes / GIB:.2f}", f"{error:+.1%}"
-                times = in_milliseconds(program.time.seconds), in_milliseconds(one.seconds)
-                found = (*sizes, *times, _compiled_words(one))
-            table.add_row(its.topology, its.layout, one.task, *found)
-    return table
-
-
-def _compiled_words(one: Verification) -> str:
-    exchanged = ", ".join(f"{counted(count, op)} ({in_bytes(size)})" for op, count, size in one.collectives)
-    when = "compiled before" if one.cached else f"compiled in {one.compile_seconds:.0f} s"
-    return f"{exchanged or 'nothing'}; {when} by {one.compiler}"
