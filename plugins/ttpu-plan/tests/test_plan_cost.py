@@ -177,6 +177,18 @@ def test_a_pod_has_the_network_that_is_published() -> None:
     assert 2 * CHIPS["tpu7x"].dcn_share == pytest.approx(100e9 / 8)
 
 
+def test_an_optimizers_state_on_the_host_goes_over_its_bus() -> None:
+    """Two moments in float32, of sixteen devices. Each way has a bandwidth of its own."""
+    spec, topology = published(LLAMA), parse_topology("v5e:4x4")
+    near, far = (
+        estimate_time(spec, {"fsdp": 16}, topology, replace(TRAIN, update=UpdateSettings(offload_optimizer=offload)))
+        for offload in (False, True)
+    )
+    bus = 8 * spec.num_parameters / 16 / CHIPS["v5e"].host_bytes_per_second
+    in_hbm = (8 + 2 + 16) * spec.num_parameters / 16 / CHIPS["v5e"].hbm_bytes_per_second / HBM_SHARE
+    assert far.seconds - near.seconds == pytest.approx(bus - in_hbm, rel=0.02)
+
+
 def test_tensor_parallelism_over_slices_is_slower_than_inside_one() -> None:
     spec, topology = published(LLAMA), parse_topology("2*v5e:2x4")
     inside = estimate_time(spec, {"data": 2, "tensor": 8}, topology, DECODE)

@@ -105,11 +105,12 @@ class _Part:
     sums_dcn: float = 0.0
     background: float = 0.0  # the same
     background_dcn: float = 0.0
+    host: float = 0.0  # in the background too, to and from the host's memory
 
     @property
     def seconds(self) -> float:
         on_core = max(self.compute, self.hbm) + self.gradient_sums
-        return max(on_core, self.background, self.background_dcn) + self.sums + self.sums_dcn
+        return max(on_core, self.background, self.background_dcn, self.host) + self.sums + self.sums_dcn
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +208,15 @@ class _Program:
 
     def update(self) -> _Part:
         """Master weights and the optimizer's state are read and written, gradients read, rounded as the layers leave
-        them. How long state takes from the host and back is not known."""
+        them. State on the host comes and goes over its bus, both ways at once."""
         settings, held = self.workload.settings, [(1, self.model.ends), (1, self.model.shared)]
         held += [(kind.count, kind.parameters) for kind in self.model.layers]
         elements = sum(count * prod(one.local) for count, ends in held for one in ends)
         state = sum(state_bytes(one, count, settings) for count, ends in held for one in ends)
         traffic = elements * (2 * BITS[ADAMW.master_dtype] // 8 + self.workload.bytes_per_element) + 2 * state
-        return _Part(hbm=traffic / (self.topology.chip.hbm_bytes_per_second * HBM_SHARE))
+        chip = self.topology.chip
+        host = state / chip.host_bytes_per_second if settings.offload_optimizer else 0.0
+        return _Part(hbm=traffic / (chip.hbm_bytes_per_second * HBM_SHARE), host=host)
 
     def _token_axes(self) -> set[str]:
         return {a for axis in (axes.BATCH, axes.SEQUENCE) for a in dict(self.model.strategy.rules).get(axis, ())}
