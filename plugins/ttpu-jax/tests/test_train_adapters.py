@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import llama_checkpoint
 
 from ttpu import AutoModelForTPU
@@ -450,19 +450,44 @@ def test_an_adapter_is_trained_on_as_peft_reads_it_or_not_at_all(checkpoint: Pat
         begun = runner(checkpoint, adapter_settings(asked, tmp_path / "adapter"))
         np.testing.assert_allclose(begun.predict(batch(0))[1], expected, atol=2e-5)
     for asked, words in (
-        ({"target_modules": ["q_proj"]}, r"chooses no .*mlp\.down_proj\.lora_A\.weight and 3 more, which it holds"),
-        ({"layers_to_transform": [1]}, r"chooses no .*layers\.0\..* and 3 more"),
+        ({"target_modules": ["q_proj"]}, r"it holds .*mlp\.down_proj\.lora_A\.weight and 3 more, which neither"),
+        ({"layers_to_transform": [1]}, r"it holds .*layers\.0\..* and 3 more, which neither"),
         ({"target_modules": "all-linear"}, r"its .* is not there where peft_config"),
     ):
         with pytest.raises(CheckpointError, match=words):
             runner(checkpoint, adapter_settings(asked, tmp_path / "adapter"))
+    given["modules_to_save"] = ["norm", "lm_head"]  # by the ends of names, so that norms of layers are meant too
+    made = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), peft.LoraConfig(**given)
+    )
+    made.save_pretrained(tmp_path / "norms")
+    begun = runner(checkpoint, adapter_settings(None, tmp_path / "norms"))
+    begun.step(batch(0))
+    begun.save_pretrained(tmp_path / "after", "float32")
+    own = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    read = peft.PeftModel.from_pretrained(own, tmp_path / "after").eval()
+    with torch.no_grad():
+        logits = read(torch.tensor(batch(1).tokens).long()).logits.numpy()
+    np.testing.assert_allclose(begun.predict(batch(1))[1], logits, atol=2e-5)
     with pytest.raises(RequestError, match=r"lora_alpha=8, but the adapter .* was trained with lora_alpha=12"):
         adapter_settings(peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=3), tmp_path / "adapter")
+
+
+def test_an_adapter_with_a_head_is_refused_by_the_heads_name(tmp_path: Path) -> None:
+    """Of a model whose head is tied: the error named the embedding, which the file does not hold."""
+    folder = llama_checkpoint(tmp_path / "tied", tie_word_embeddings=True, num_hidden_layers=1)
+    runner(folder, LORA).save_pretrained(tmp_path / "adapter", "float32")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({**load_file(file), "base_model.model.lm_head.weight": np.zeros((259, 32), np.float32)}, file)
+    with pytest.raises(CheckpointError, match=r"it holds base_model\.model\.lm_head\.weight, which neither its config"):
+        runner(folder, adapter_settings(None, tmp_path / "adapter"))
 
 
 def test_what_cannot_be_adapted_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"'c_attn' was asked for.*use down_proj, gate_proj, k_proj, o_proj, q_proj"):
         runner(checkpoint, replace(LORA, target_modules=("c_attn",)))
+    with pytest.raises(RequestError, match=r"target_modules=.* was asked for, but exclude_modules, .* leave none of"):
+        runner(checkpoint, replace(LORA, layers_to_transform=(7,)))
     with pytest.raises(RequestError, match="modules_to_save='score' was asked for"):
         runner(checkpoint, replace(LORA, modules_to_save=("score",)))
     with pytest.raises(UnsupportedError, match=r"lora_dropout=0.1 was given on a mesh that pads the inputs"):

@@ -23,6 +23,7 @@ def test_a_mapping_and_a_saved_config_give_settings(tmp_path: Path) -> None:
     found = TrainingArguments(adapter_name_or_path=tmp_path).step_settings(1).adapters
     assert found == AdapterSettings(("q_proj", "v_proj"), r=4, lora_alpha=16, use_rslora=True, start=str(tmp_path))
     assert TrainingArguments().step_settings(1).adapters is None
+    assert adapter_settings({**given, "layers_to_transform": []}) == wanted  # all layers, as in peft
 
 
 def test_an_adapter_to_begin_with_keeps_its_settings(tmp_path: Path) -> None:
@@ -35,6 +36,9 @@ def test_an_adapter_to_begin_with_keeps_its_settings(tmp_path: Path) -> None:
     assert adapter_settings({}, tmp_path) == own
     assert adapter_settings({"r": 4, "use_rslora": True}, tmp_path) == own
     assert adapter_settings({"lora_dropout": 0.0}, tmp_path) == replace(own, lora_dropout=0.0)
+    for start in ("eva", "orthogonal"):  # peft draws these, beside weights that it leaves alone
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**held, "init_lora_weights": start}))
+        assert adapter_settings(None, tmp_path) == own
     for name, value in {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": True}.items():
         said = f"peft_config has {name}={value}, but the adapter '.*' of adapter_name_or_path was trained with {name}="
         with pytest.raises(RequestError, match=said):
@@ -46,7 +50,7 @@ def test_a_saved_config_beyond_what_is_trained_is_refused_beside_peft_config_too
     for held, words in (
         ({"rank_pattern": {"q_proj": 2}}, "adapter_config.json of '.*' sets rank_pattern, but adapters"),
         ({"peft_type": "IA3"}, "adapter_config.json of '.*' has peft_type 'IA3'"),
-        ({"init_lora_weights": "pissa"}, "'pissa' was given"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which changed the base model's weights"),
     ):
         file.write_text(json.dumps({"r": 8, "target_modules": ["q_proj"], **held}))
         with pytest.raises(UnsupportedError, match=words):
@@ -67,6 +71,9 @@ def test_a_saved_config_beyond_what_is_trained_is_refused_beside_peft_config_too
         ({"alpha_pattern": {"q_proj": 1}}, "sets alpha_pattern"),
         ({"target_modules": 5}, "target_modules=5, but it is a list of names"),
         ({"modules_to_save": [5]}, r"modules_to_save=\(5,\), but it is a list of names"),
+        ({"modules_to_save": [""]}, r"modules_to_save=\('',\), but it is a list of names"),
+        ({"target_modules": "(["}, r"target_modules='\(\[', but that is no regular expression \(unterminated"),
+        ({"exclude_modules": "*.q"}, r"exclude_modules='\*.q', but that is no regular expression"),
         ({"use_dora": "no"}, "use_dora='no', but it is true or false"),
         ({"layers_to_transform": "all"}, "but it is a list of numbers from 0"),
         (7, "is a int, but a mapping or peft's LoraConfig"),

@@ -4,6 +4,7 @@ a mapping, a `LoraConfig`, or the folder of an adapter that peft saved."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,11 +18,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 BIASES = ("none", "all", "lora_only")
 STARTS = (True, False, "gaussian")
 """Values of `init_lora_weights` that leave the base model's weights alone and need no data."""
+DRAWN_BY_PEFT = ("eva", "orthogonal")
+"""Values that leave the base model's weights alone, with which peft alone begins."""
 SILENT = (
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "megatron_config", "megatron_core",
     "peft_version", "qalora_group_size", "revision",
 )  # fmt: skip
-"""Fields of peft's configs that change nothing for a model without Conv1D, Megatron or QALoRA."""
+"""Fields of peft's configs that need not be read. `fan_in_fan_out` follows from the model."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ class AdapterSettings:
             _need(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         for name in ("target_modules", "modules_to_save", "exclude_modules"):
             names = getattr(self, name)
-            _need(isinstance(names, str) or all(isinstance(one, str) for one in names), name, names, "a list of names")
+            listed = isinstance(names, str) or all(isinstance(one, str) and one for one in names)
+            _need(listed, name, names, "a list of names")
+            if isinstance(names, str):
+                _check_pattern(name, names)
         layers = self.layers_to_transform or ()
         _need(all(map(_is_layer, layers)), "layers_to_transform", layers, "a list of numbers from 0")
         whole = isinstance(self.r, int) and not isinstance(self.r, bool)
@@ -113,8 +119,7 @@ def adapter_settings(peft_config: Any, start: str | Path | None = None) -> Adapt
         own = _of_file(start)
         held = _read(own, f"{ADAPTER_CONFIG} of {str(start)!r}", frozenset(own))
         _refuse_contradictions(asked, held, str(start))
-        # An adapter that is there is not drawn, but its config may say that its base model's weights were changed.
-        asked = {**held, **asked, "init_lora_weights": held.get("init_lora_weights", True)}
+        asked = {**held, **asked, "init_lora_weights": _beginning_of(held, str(start))}
     if not asked.get("target_modules"):
         raise RequestError(
             "peft_config names no target_modules, but adapters need modules: give names such as [q_proj, v_proj], or "
@@ -152,6 +157,25 @@ def _read(given: Mapping[str, Any], where: str, known: frozenset[str]) -> dict[s
         )
     refuse_unknown(refused, _FIELDS, where, "it", " (see docs/training.md)")
     return {name: _frozen(name, given[name]) for name in _FIELDS if given.get(name) is not None}
+
+
+def _beginning_of(held: Mapping[str, Any], start: str) -> bool | str:
+    """The `init_lora_weights` to write again for an adapter that exists.
+
+    Raises:
+        UnsupportedError: it changed the base model's weights.
+    """
+    own = held.get("init_lora_weights", True)
+    if own in DRAWN_BY_PEFT:
+        return True
+    if own not in STARTS:
+        raise UnsupportedError(
+            f"{ADAPTER_CONFIG} of {start!r} has init_lora_weights={own!r}, which changed the base model's weights, but "
+            "adapters are trained beside the weights in its checkpoint: save the adapter with peft's "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)."
+        )
+    result: bool | str = own
+    return result
 
 
 def _refuse_contradictions(asked: Mapping[str, Any], held: Mapping[str, Any], start: str) -> None:
@@ -200,14 +224,24 @@ def _known_to_peft(peft_config: Any) -> frozenset[str]:
 
 
 def _frozen(name: str, value: Any) -> Any:
-    if name == "layers_to_transform":
-        return tuple(value) if isinstance(value, list | tuple) else (value,)
+    if name == "layers_to_transform":  # an empty list means all layers, as in peft
+        return (tuple(value) or None) if isinstance(value, list | tuple) else (value,)
     if name == "modules_to_save" and isinstance(value, str):
         return (value,)
     if name in _SEQUENCES and not isinstance(value, str):
         _need(isinstance(value, list | tuple | set), name, value, "a list of names")
         return tuple(sorted(value, key=str))
     return value
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise RequestError(
+            f"peft_config has {name}={pattern!r}, but that is no regular expression ({error}): correct it, or give a "
+            "list of names."
+        ) from None
 
 
 def _is_layer(value: Any) -> bool:

@@ -9,6 +9,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,7 @@ def read_adapter(
 def _by_our_names(tensors: Mapping[str, np.ndarray], mapping: FlaxMapping) -> dict[str, np.ndarray]:
     """The tensors of peft's files by the names that the mapping has for their modules: peft names them as the class of
     the base model does, and checkpoints of several classes hold the same model under other prefixes."""
+    mapping = replace(mapping, tied=())  # a head in an adapter does not stand for the embedding
     split = {name: _SUFFIX.fullmatch(name.removeprefix(PREFIX)) for name in tensors}
     of_base = {name: f"{found[1]}.{'weight' if found[2] else found[3]}" for name, found in split.items() if found}
     ours = {actual: name for name, actual in mapping.canonical(of_base.values()).items()}
@@ -174,9 +176,10 @@ def _refuse_others(names: list[str], folder: str, mapping: FlaxMapping) -> None:
     chosen = sorted(name for name in names if not is_ignored(name))
     if chosen:
         raise CheckpointError(
-            f"the adapter {folder} was to be trained on, but peft_config chooses no {_some(chosen)}, which it holds "
-            "and which would be lost: leave target_modules, exclude_modules, layers_to_transform, modules_to_save and "
-            "bias out of peft_config, so that its own count, or save the adapter without them."
+            f"the adapter {folder} was to be trained on, but it holds {_some(chosen)}, which neither its config nor "
+            "peft_config chooses and which would be lost: leave target_modules, exclude_modules, layers_to_transform, "
+            "modules_to_save and bias out of peft_config, or save the adapter without them (peft's save_pretrained "
+            "leaves out embeddings with save_embedding_layers=False)."
         )
     if names:
         warnings.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 WEIGHT, BIAS = ".weight", ".bias"
+_EVERYWHERE: dict[str, Any] = {"exclude_modules": (), "modules_to_save": (), "layers_to_transform": None}
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def whole_paths(
     """
     stacks, table = dict(stacked_paths(padded, padded.parameters)), stacked_parameters(padded)
     adapted = {f"{module}{BIAS}" for target in targets for block in target.blocks for module in block.modules}
-    wanted = [re.compile(rf"(?:.*\.)?{re.escape(module)}\..*") for module in settings.modules_to_save]
+    # As in peft, the end of a module's name need not begin at a dot: "norm" chooses input_layernorm too.
+    wanted = [re.compile(rf".*{re.escape(module)}\..*") for module in settings.modules_to_save]
 
     def selected(name: str) -> bool:
         by_bias = settings.bias != "none" and name.endswith(BIAS) and (settings.bias == "all" or name in adapted)
@@ -226,6 +228,11 @@ def _chosen(settings: AdapterSettings, reached: set[str], mapping: FlaxMapping, 
             if beyond:  # experts are no linear modules in transformers, and peft leaves them alone too
                 _refuse_target(target, beyond[0], reached, others, model_type)
     found = frozenset(name for name in reached if _is_target(settings, name))
+    if not found and any(_is_target(replace(settings, **_EVERYWHERE), name) for name in reached):
+        raise RequestError(
+            f"target_modules={targets!r} was asked for, but exclude_modules, modules_to_save and layers_to_transform "
+            f"leave none of these modules of this {model_type} model: correct them."
+        )
     if not found:
         _refuse_target(str(targets), str(targets), reached, others, model_type)
     return found
