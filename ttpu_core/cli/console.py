@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +70,14 @@ def finite(value: Any) -> Any:
 def note(text: str) -> None:
     """One line on stderr, unwrapped and uncoloured, so that it can be searched and copied."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Show warnings as lines for people, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_: note(f"warning: {' '.join(str(message).split())}")
+        yield
 
 
 def counted(number: int, noun: str) -> str:

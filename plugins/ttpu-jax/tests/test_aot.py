@@ -319,6 +319,24 @@ class TestEstimate:
         assert (found.op, found.group_size) == (f"dcn-{op}", slices)
         assert (found.result_bytes, found.is_async, found.count) == (2**22, True, 1)
 
+    def test_an_exchange_between_slices_belongs_to_the_part_that_computed_what_is_sent(self) -> None:
+        """libtpu names no operation at the exchange itself, and may reshape what is sent."""
+        of = 'kind=kLoop, calls=%g, metadata={op_name="jit(step)/part=mlp/dot_general"}'
+        token, send, recv = (line for line in exchange("a", "ALL_REDUCE", "f32[8]") if "parameter" not in line)
+        text = entry(
+            f"%x = f32[8] fusion(%p), {of}, backend_config={{\"estimated_cycles\":\"1500\"}}",
+            "%a.q = f32[8] bitcast(%x)",
+            token,
+            send,
+            recv,
+            *received("a", "f32[8]"),
+        )
+        result = schedule.estimate(text, "v5e", slices=2)
+        (mlp,) = result.parts
+        assert mlp.part == "mlp"
+        assert mlp.breakdown.dcn_wait == result.breakdown.dcn_wait > 0
+        assert mlp.breakdown.dcn_in_background == result.breakdown.dcn_in_background > 0
+
     @pytest.mark.parametrize("chip", ["v5e", "v6e"])
     def test_copies_to_and_from_the_host_take_the_time_of_its_bus(self, chip: str) -> None:
         """Each way has its own queue. Of an array in the host's memory only a part is read, or written."""

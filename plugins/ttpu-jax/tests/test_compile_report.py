@@ -450,6 +450,10 @@ class TestCommand:
     ) -> None:
         """But to train where positions can be extended, which is warned of."""
         config.write_text(json.dumps({**SMALL, "max_position_embeddings": 1024}))
+        done = self.run(config, "--topology", "v5e:2x4", "--task", "train", "--context", 2048, "--mesh", "fsdp=3")
+        assert "which is 3 devices" in str(done.exception)
+        (warned,) = done.stderr.splitlines()
+        assert warned.startswith("warning: context=2,048 was given, but the model's config names 1,024 positions")
         asked: list[int] = []
 
         def stand_in(_: Architecture, *names: object, task: str, batch: int, context: int, **options: object) -> None:

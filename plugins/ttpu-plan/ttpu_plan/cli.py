@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ttpu_core.cli import options
-from ttpu_core.cli.console import counted, note, print_json, stderr_console, stdout_console
+from ttpu_core.cli.console import counted, note, print_json, stderr_console, stdout_console, warnings_as_lines
 
 if TYPE_CHECKING:
     from ttpu_core.architecture import Architecture
@@ -151,7 +151,7 @@ def plan(
     from ttpu_core.pictures import check_picture
     from ttpu_core.quantization import quantize_architecture
     from ttpu_core.sharding.training_state import UpdateSettings
-    from ttpu_core.spec.context import usual_context
+    from ttpu_core.spec.context import check_context, usual_context
     from ttpu_plan.command_output import nothing_fits, plans_json, plans_title, print_plans
     from ttpu_plan.compiled_plans import all_refused, compiled_order, compiled_plans, plan_name, refused
     from ttpu_plan.picture import ENDINGS, save_picture
@@ -207,7 +207,8 @@ def plan(
     if context is None:
         request = replace(request, context=usual_context(architecture.spec))  # which is printed
     else:
-        _check_context(architecture, context, trains=task is PurposeChoice.training)
+        with warnings_as_lines():
+            check_context(architecture.spec, context, trains=task is PurposeChoice.training)
     candidates = candidates or CANDIDATES
     shown, nothing, without = _plans(architecture, topology, request, max(best, candidates) if verify else best)
     fitting = [one for one in shown if one.fits]
@@ -312,19 +313,6 @@ def _planned_without_plugin(
         note(f"nothing fits: {reason}")
         raise typer.Exit(NOTHING_FITS)
     return True
-
-
-def _check_context(architecture: Architecture, context: int, *, trains: bool) -> None:
-    """As `check_context`, with its warning as a line for people."""
-    import warnings
-
-    from ttpu_core.spec.context import check_context
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        check_context(architecture.spec, context, trains=trains)
-    for one in said:
-        note(f"warning: {one.message}")
 
 
 def _plans(

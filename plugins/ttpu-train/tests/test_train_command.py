@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from ttpu import AutoModelForTPU
 from ttpu_core.cli.console import print_json
 from ttpu_core.cli.main import app
+from ttpu_core.errors import UnsupportedError
 from ttpu_core.sharding.hardware import CHIPS
 from ttpu_train.cli.train import exit_code, plain_warnings, resumed_if_restarted, what_is_left
 from ttpu_train.trainer import TrainOutput
@@ -113,6 +114,29 @@ def test_a_dry_run_counts_what_goes_between_slices_and_to_the_host(
     if beside == "host_seconds":  # two moments, each as large as the master weights, are brought and taken back
         moved = 4 * figures["held_bytes"] / CHIPS["v6e"].host_bytes_per_second
         assert figures["host_seconds"] == pytest.approx(moved, rel=0.05)
+
+
+def test_a_dry_run_refuses_rows_that_the_run_would_refuse(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions that are learned end there; others may be extended, which is warned of in a line."""
+
+    def reached(*_: object, **__: object) -> None:
+        raise UnsupportedError("that is enough")
+
+    monkeypatch.setattr("ttpu_jax.backend.JaxBackend.compile_training", reached)
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+    learned = tmp_path / "learned"
+    learned.mkdir()
+    (learned / "config.json").write_text(json.dumps(config))
+    asked = ["train", str(file), "--dry-run", "--topology", "v5e:1x1"]
+    done = CliRunner().invoke(app, [*asked, f"model={learned}", "max_length=33"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: max_length is 33, but this model has learned 32 positions, ")
+    done = CliRunner().invoke(app, [*asked, "max_length=1000000"])
+    warned, refused = done.stderr.splitlines()
+    assert warned.startswith("warning: max_length=1,000,000 was given, but the model's config names ")
+    assert refused == "error: that is enough"
 
 
 def test_a_dry_run_needs_a_slice(file: Path) -> None:

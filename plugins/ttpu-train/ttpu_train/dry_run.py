@@ -24,13 +24,14 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
         and plan_held_bytes, what it predicts of peak_bytes and held_bytes, or None with the reason in plan_note.
 
     Raises:
-        RequestError: a mesh that is no text, settings that contradict the model, or a plan for another slice.
+        RequestError: a mesh that is no text, settings that contradict the model, a plan for another slice, or rows that
+            are longer than the positions that the model has learned.
         PlanError: the plan is damaged, or is not one to train.
         UnsupportedError: the backend cannot compile for absent devices, or the update does not fit.
     """
     from ttpu_core.backend import CompilesTraining
     from ttpu_core.loading import planned_architecture
-    from ttpu_train.inputs import training_backend
+    from ttpu_train.inputs import training_backend, warn_of_long_rows
 
     runs = training_backend(asked.trainer.get("backend"))
     if not isinstance(runs, CompilesTraining):
@@ -55,6 +56,7 @@ def dry_run(asked: TrainingFile, topology: str) -> dict[str, Any]:
             "as fsdp or data=2,tensor=8."
         )
     architecture = planned_architecture(str(asked.trainer["model"]))
+    warn_of_long_rows(args.max_length, architecture.spec)
     found: CompiledTraining = runs.compile_training(
         architecture,
         topology,

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ttpu_jax.ops.parts import OTHER
+
 if TYPE_CHECKING:
     from .hlo import Instruction
 
@@ -26,6 +28,7 @@ _OPS: Mapping[str, str] = MappingProxyType({
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')  # "{1,2}x{0:7}": slices 1 and 2, all devices of each
 _DEVICES = re.compile(r"_xla_megascale_target=\{\{([\d,]+)\}")  # {{100000,200000},...}: device 0 of slices 1 and 2
 _NUMBERED = 100_000  # devices of a slice in these numbers
+_SAME_DATA = ("bitcast", "copy", "get-tuple-element")
 
 
 def rendezvous(transfer: Instruction) -> str | None:
@@ -50,3 +53,16 @@ def group_of_slices(transfer: Instruction, slices: int) -> int:
     if found := _DEVICES.search(transfer.attributes):
         return len({int(number) // _NUMBERED for number in found.group(1).split(",")})
     return slices
+
+
+def sent_part(send: Instruction, made: Mapping[str, Instruction]) -> str:
+    """The part of the model (`ttpu_jax.ops.parts`) that computed what is sent: exchanges name no part of their own.
+
+    Args:
+        send: the `send`.
+        made: name → instruction of its computation.
+    """
+    one: Instruction | None = send
+    while one is not None and one.part == OTHER and (one is send or one.op in _SAME_DATA):
+        one = made.get(next(iter(one.operand_names), ""))
+    return OTHER if one is None else one.part

@@ -19,7 +19,7 @@ from ttpu_jax.ops.fetched import FETCH_BEGIN, FETCH_END
 from ttpu_jax.ops.parts import OTHER
 
 from .copies import COPY_DONES, COPY_STARTS, copied_bytes, host_direction
-from .dcn import dcn_op, group_of_slices, rendezvous
+from .dcn import dcn_op, group_of_slices, rendezvous, sent_part
 from .hbm import Traffic, hbm_bytes
 from .hlo import (
     COLLECTIVE_OPS,
@@ -187,8 +187,9 @@ class _Ledger:
     unmodelled: list[Unmodelled] = field(default_factory=list)
     loops_without_trip_count: list[str] = field(default_factory=list)
 
-    def add(self, kind: str, instruction: Instruction, seconds: float) -> None:
-        self.costs[kind, instruction.name, instruction.part] += seconds
+    def add(self, kind: str, instruction: Instruction, seconds: float, part: str | None = None) -> None:
+        """`part` is of instructions that name none themselves."""
+        self.costs[kind, instruction.name, part or instruction.part] += seconds
 
     def breakdown(self, part: str | None = None) -> Breakdown:
         """Of a part; None is all."""
@@ -242,6 +243,7 @@ class _Clocks:
     in_steps: dict[str | None, _InSteps] = field(default_factory=dict)  # by channel, which fusions repeat
     copying: list[str] = field(default_factory=list)  # names of copies that may be under way
     lanes: dict[str, float] = field(default_factory=dict)  # to other slices, and each way to the host → time
+    parts: dict[str, str] = field(default_factory=dict)  # `recv` → part of the model that computed what is exchanged
 
     def queue_copy(self, name: str, seconds: float) -> None:
         self.copies = max(self.copies, self.core) + seconds
@@ -352,7 +354,8 @@ class _Walk:
         slices = group_of_slices(send, self.slices)
         seconds = dcn_seconds(dcn_op(send) or "", received_bytes(recv), slices, self.chip.dcn_share)
         clocks.queue_in_lane("other slices", recv.name, seconds, DCN_SECONDS)
-        ledger.add("dcn_in_background", recv, (seconds + DCN_SECONDS) * count)
+        part = clocks.parts[recv.name] = sent_part(send, clocks.made)
+        ledger.add("dcn_in_background", recv, (seconds + DCN_SECONDS) * count, part)
 
     def _fetch(self, begin: Instruction, clocks: _Clocks) -> None:
         """Queue the copies that a kernel begins (`ttpu_jax.ops.fetch`), in the order of its results. Behind these come
@@ -434,7 +437,8 @@ class _Walk:
         started = done.operand_names[-1] if done.operand_names else ""
         if started in clocks.made and host_direction(clocks.made[started]):
             kind = "host_wait"
-        ledger.add(kind, done, clocks.wait_until(clocks.ready.get(started, 0.0)) * count)
+        waited = clocks.wait_until(clocks.ready.get(started, 0.0))
+        ledger.add(kind, done, waited * count, clocks.parts.get(started))
 
     def _compute(self, instruction: Instruction, clocks: _Clocks, count: int, ledger: _Ledger) -> None:
         seconds = (instruction.estimated_cycles or 0) / self.chip.clock_hz

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console, stdout_console
+from ttpu_core.cli.console import counted, in_bytes, print_json, stderr_console, stdout_console, warnings_as_lines
 from ttpu_core.sharding.verification import MEASURED_NOTE
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def compile_report(
     reports = []
     for name in topology:
         for program, rows, slots in wanted:
-            with stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
+            with warnings_as_lines(), stderr_console().status(f"compiling {program} of {checkpoint} for {name}"):
                 given = {"without": ",".join(sorted(left_out[program]))} if without else {}
                 reports.append(report(name, task=program, batch=rows, context=slots, dtype=dtype, **layout, **given))
     if as_json:

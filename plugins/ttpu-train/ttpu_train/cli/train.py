@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import signal
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ttpu_core.cli.console import in_bytes, note, print_facts, print_json
+from ttpu_core.cli.console import counted, in_bytes, note, print_facts, print_json, warnings_as_lines
 
 if TYPE_CHECKING:
     from ttpu_train.config_file import TrainingFile
@@ -115,8 +114,7 @@ def plain_warnings() -> Iterator[None]:
     logger.addHandler(handler)
     logger.propagate = False  # a handler of another library's would print the line again
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: note(_line("warning", str(message)))
+        with warnings_as_lines():
             yield
     finally:
         logger.removeHandler(handler)
@@ -127,11 +125,7 @@ class _Lines(logging.Handler):
     """Prints each record as a line: its level, then its words."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        note(_line(record.levelname.lower(), record.getMessage()))
-
-
-def _line(level: str, words: str) -> str:
-    return f"{level}: {' '.join(words.split())}"
+        note(f"{record.levelname.lower()}: {' '.join(record.getMessage().split())}")
 
 
 def exit_code(stopped_by: str) -> int:
@@ -167,7 +161,8 @@ def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:
     """Compile the update of a run and print the compiler's figures."""
     from ttpu_train.dry_run import dry_run
 
-    found = dry_run(asked, topology)
+    with plain_warnings():
+        found = dry_run(asked, topology)
     if as_json:
         print_json(found)
         return
@@ -181,8 +176,8 @@ def _compile(asked: TrainingFile, topology: str, *, as_json: bool) -> None:
     )
     print_facts(
         [
-            ("slice", [f"{found['topology']}, {found['devices']} devices, mesh {found['mesh']}"]),
-            ("update", [f"{found['rows']:,} rows of {found['length']:,} tokens"]),
+            ("slice", [f"{found['topology']}, {counted(found['devices'], 'device')}, mesh {found['mesh']}"]),
+            ("update", [f"{counted(found['rows'], 'row')} of {counted(found['length'], 'token')}"]),
             ("memory of a device", [memory]),
             ("memory by ttpu plan", [_predicted(found)]),
             ("predicted time", [time]),
