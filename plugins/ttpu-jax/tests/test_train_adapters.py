@@ -206,6 +206,9 @@ def test_a_model_that_was_used_before_runs_with_its_adapters(checkpoint: Path) -
     model = AutoModelForTPU.from_pretrained(str(checkpoint), dtype="float32")
     before = model(batch(0).tokens).logits
     one = JaxBackend().train_runner(model, StepSettings(adapters=LORA))
+    for use in (lambda: model(batch(0).tokens), lambda: model.generate([1, 2]), lambda: model.save_pretrained("no")):
+        with pytest.raises(RequestError, match="a trainer has its weights, which updates replace: use the trainer's"):
+            use()
     after = one.model()(batch(0).tokens).logits
     np.testing.assert_allclose(after, one.predict(batch(0))[1], atol=2e-5)
     assert np.abs(after - before).max() > 1e-3

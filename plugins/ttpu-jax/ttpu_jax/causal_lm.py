@@ -144,8 +144,10 @@ class JaxCausalLM:
         the row without padding. Logits at padding are undefined.
 
         Raises:
-            RequestError: the input is text, has ids outside the vocabulary, or is longer than the context.
+            RequestError: the input is text, has ids outside the vocabulary, or is longer than the context, or a
+                trainer has the weights.
         """
+        self._need_weights()
         prompts = read_prompts(input_ids, attention_mask, self._tokenizer, self.spec.vocab_size)
         if prompts.form == "text":
             raise RequestError(
@@ -293,8 +295,10 @@ class JaxCausalLM:
         """Write a checkpoint that transformers loads with identical tensors; returns its directory.
 
         Raises:
-            RequestError: the model is quantized, adapters are trained beside it, or `directory` is a file.
+            RequestError: the model is quantized, adapters are trained beside it, a trainer has its weights, or
+                `directory` is a file.
         """
+        self._need_weights()
         if any(isinstance(value, AdaptedKernel) for value in self.params.values()):
             raise RequestError(
                 "save_pretrained was called on a model beside which adapters are trained, but it writes weights alone: "
@@ -372,7 +376,15 @@ class JaxCausalLM:
         prompts = read_prompts(inputs, mask, self._tokenizer, self.spec.vocab_size, special.padding_of_prompts)
         return prompts, options, special
 
+    def _need_weights(self) -> None:
+        if not self.params and self.engine is None:
+            raise RequestError(
+                "a model was used while a trainer has its weights, which updates replace: use the trainer's `model`, "
+                "which has the present ones until the next update."
+            )
+
     def _call(self, prompts: Prompts, options: GenerationOptions, special: SpecialTokens, calls: HostCalls) -> Call:
+        self._need_weights()
         if prompts.array is not None:
             heads = prompts.array.astype(np.int64)
         else:
