@@ -187,6 +187,9 @@ def test_an_optimizers_state_on_the_host_goes_over_its_bus() -> None:
     bus = 8 * spec.num_parameters / 16 / CHIPS["v5e"].host_bytes_per_second
     in_hbm = (8 + 2 + 16) * spec.num_parameters / 16 / CHIPS["v5e"].hbm_bytes_per_second / HBM_SHARE
     assert far.seconds - near.seconds == pytest.approx(bus - in_hbm, rel=0.02)
+    assert (near.host, far.host) == (0.0, pytest.approx(bus, rel=0.01))
+    few = replace(TRAIN, batch=16, context=128, update=UpdateSettings(offload_optimizer=True))
+    assert estimate_time(spec, {"fsdp": 16}, parse_topology("v5p:2x2x4"), few).bound == "host"
 
 
 def test_tensor_parallelism_over_slices_is_slower_than_inside_one() -> None:

@@ -91,6 +91,7 @@ def estimate_time(
         ici=sum(count * (part.sums + part.background) for count, part in parts),
         dcn=sum(count * (part.sums_dcn + part.background_dcn) for count, part in parts),
         seconds=sum(count * part.seconds for count, part in parts),
+        host=sum(count * part.host for count, part in parts),
     )
 
 

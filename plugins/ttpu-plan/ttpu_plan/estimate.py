@@ -48,16 +48,18 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """Seconds of one execution; all devices work at the same time. `compute`, `hbm`, `ici` and `dcn` are the times
-    of each resource alone. `seconds` is less than their sum, because they overlap."""
+    """Seconds of one execution; all devices work at the same time. `compute`, `hbm`, `ici`, `dcn` and `host` (the bus
+    to the host's memory) are the times of each resource alone. `seconds` is less than their sum, because they overlap.
+    """
 
     compute: float
     hbm: float
     ici: float
     dcn: float
     seconds: float
+    host: float = 0.0  # plans that were saved before have none
 
     @property
     def bound(self) -> str:
-        """The resource that takes longest: compute, hbm, ici or dcn."""
-        return max(("compute", "hbm", "ici", "dcn"), key=lambda name: getattr(self, name))
+        """The resource that takes longest: compute, hbm, ici, dcn or host."""
+        return max(("compute", "hbm", "ici", "dcn", "host"), key=lambda name: getattr(self, name))
