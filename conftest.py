@@ -2,7 +2,8 @@
 `nohup make test &` ignores both. A handler, unlike "ignore", is not inherited by a child.
 
 The collector of reference cycles looks less often than Python's default, because each look at the objects of torch, jax
-and transformers takes long: a sixth of the time of collecting the tests, and a twelfth of running them. What is there
+and transformers takes long, the longer the more tests a worker has run: a sixth of the time of collecting the tests,
+and a twelfth of running them. What is there
 when all tests are collected stays, and is not looked at again: a test that calls the collector waited for it for most
 of a second."""
 
@@ -12,7 +13,7 @@ from itertools import groupby
 
 import pytest
 
-gc.set_threshold(20_000, 10, 10)
+gc.set_threshold(100_000, 10, 10)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

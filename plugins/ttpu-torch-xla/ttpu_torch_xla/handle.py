@@ -29,7 +29,8 @@ def run_on_all_devices(runtime: TorchRuntime) -> None:
     """
     if runtime.is_spmd():
         return
-    gc.collect()  # models that are gone may be waiting for it
+    if len(_on_one_device):
+        gc.collect()  # models that are gone may be waiting for it
     if len(_on_one_device):
         raise UnsupportedError(
             f"a model was to be sharded over {runtime.num_devices()} devices, but {len(_on_one_device)} loaded before "

@@ -23,6 +23,7 @@ from ttpu_core.errors import UnsupportedError
 from ttpu_torch_xla.backend import TorchXlaBackend
 from ttpu_torch_xla.load import stock_model
 from ttpu_torch_xla.load_options import TorchXlaLoadOptions
+from ttpu_torch_xla.patches.patch import active
 from ttpu_torch_xla.runtime import Counters
 from ttpu_torch_xla.sharding.apply import parameter_partition_specs
 
@@ -59,7 +60,8 @@ class TorchModel:
             attn_implementation: as `from_pretrained` takes it.
             scan_layers: as `from_pretrained` takes it.
         """
-        gc.collect()  # models that are gone may hold patches
+        if active():
+            gc.collect()  # models that are gone may hold patches; it takes seconds in a process that holds much
         self.architecture, self.checkpoint = architecture, checkpoint
         options = TorchXlaLoadOptions(
             dtype=dtype, mesh=mesh, attn_implementation=attn_implementation, scan_layers=scan_layers
