@@ -3,7 +3,6 @@ predict further tokens, towers for pictures, and saved rotary tables."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from ttpu_core.mapping import FlaxMapping
@@ -15,10 +14,7 @@ def unread_tensors(mapping: FlaxMapping, names: Iterable[str]) -> tuple[str, ...
     held = tuple(names)
     suited = mapping.suited_to(held)
     accounted = set(suited.canonical(held).values())
-    patterns = [re.compile(pattern) for pattern in suited.ignored]
-    return tuple(
-        name for name in held if name not in accounted and any(pattern.fullmatch(name) for pattern in patterns)
-    )
+    return tuple(name for name in held if name not in accounted and suited.is_ignored(name))
 
 
 def unread_sentences(mapping: FlaxMapping, names: Iterable[str], source: str) -> tuple[str, ...]:

@@ -72,6 +72,10 @@ class FlaxMapping:
                 return replace(self, rules=chosen, alternatives=())
         return replace(self, alternatives=()) if self.alternatives else self
 
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint's tensor of this name is not read."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
     @property
     def tensors(self) -> dict[str, Shape]:
         """Every checkpoint tensor that the rules read, with its shape on disk."""
@@ -116,7 +120,6 @@ class FlaxMapping:
         found: dict[str, str] = {}
         copies: dict[str, str] = {}
         extras: list[str] = []
-        ignored = [re.compile(pattern) for pattern in self.ignored]
         for actual, shape in available.items():
             name = self._canonical(actual, wanted)
             if name in found:
@@ -130,7 +133,7 @@ class FlaxMapping:
                 found[name] = actual
             elif name in self.tied:
                 copies[name] = actual
-            elif not any(pattern.fullmatch(actual) for pattern in ignored):
+            elif not self.is_ignored(actual):
                 extras.append(actual)
         if (table := self._only_in_head(found, copies)) is not None:
             name, actual = table

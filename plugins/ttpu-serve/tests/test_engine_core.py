@@ -28,6 +28,8 @@ from ttpu_serve.execution.sequence_output import SequenceOutput
 from ttpu_serve.execution.speculation import MOST_FAILURES, Speculation
 from ttpu_serve.speculative.ngram import NgramProposer
 
+pytestmark = pytest.mark.usefixtures("collector_starts_anew")
+
 PROMPT, OTHER = [5, 6, 7], [50, 60, 70, 80]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -19,6 +19,8 @@ from ttpu_core.generation.sampling_params import GuidedDecoding
 from ttpu_serve.execution.engine_core import EngineCore
 from ttpu_serve.guided.guides import GuideState
 
+pytestmark = pytest.mark.usefixtures("collector_starts_anew")
+
 PROMPT, OTHER = [5, 6, 7], [50, 60, 70, 80]
 PLAIN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 GUIDED = [

@@ -17,7 +17,10 @@ from safetensors.numpy import load_file, save_file
 from ttpu_core.errors import CheckpointError, MappingError, RequestError, TTPUError
 from ttpu_serve.execution.engine_core import EngineCore
 
-pytestmark = pytest.mark.slow  # together they take long; the lane of the newest jax does without
+pytestmark = [
+    pytest.mark.slow,  # together they take long; the lane of the newest jax does without
+    pytest.mark.usefixtures("collector_starts_anew"),
+]
 
 QKV = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
 

@@ -35,7 +35,7 @@ from ttpu_core.errors import CheckpointError, MappingError, PlanError, RequestEr
 from ttpu_torch_xla.patches.patch import active
 from ttpu_torch_xla.runtime import current
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("collector_starts_anew")]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -3,7 +3,6 @@ kernels, with room for a fixed number of them, so that loading and unloading an 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -160,11 +159,10 @@ def tensor_updates(
     """
     shapes = {leaf.name: module_shape(leaf) for _, rule in mapping.rules for leaf in rule.leaves()}
     users = _users(mapping)
-    ignored = [re.compile(pattern) for pattern in mapping.ignored]
     actual = {f"{module}.weight": module for module in adapter}
     names = mapping.canonical(actual)
     # What the model itself ignores (keys of layers that use another's) has no effect with an adapter either.
-    unknown = [name for name in actual if name not in names.values() and not any(i.fullmatch(name) for i in ignored)]
+    unknown = [name for name in actual if name not in names.values() and not mapping.is_ignored(name)]
     if unknown:
         raise MappingError(
             f"the adapter {str(directory)!r} changes {actual[unknown[0]]!r}, which this model does not have: it was "

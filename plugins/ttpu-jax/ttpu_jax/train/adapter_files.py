@@ -167,11 +167,9 @@ def _by_our_names(tensors: Mapping[str, np.ndarray], mapping: FlaxMapping) -> di
 def _refuse_others(names: list[str], folder: str, mapping: FlaxMapping) -> None:
     """Refuse an adapter with tensors that would not be trained on, and so be missing where it is written again; warn of
     those of parts that the model does not have here, such as towers for pictures."""
-    ignored = [re.compile(pattern) for pattern in mapping.ignored]
-
     def is_ignored(name: str) -> bool:
         module, adapter, _ = name.removeprefix(PREFIX).partition(".lora_")
-        return any(pattern.fullmatch(f"{module}.weight" if adapter else module) for pattern in ignored)
+        return mapping.is_ignored(f"{module}.weight" if adapter else module)
 
     chosen = sorted(name for name in names if not is_ignored(name))
     if chosen:
