@@ -268,13 +268,18 @@ def test_what_a_tpu_exchanges_is_rounded_and_no_rounded_copy_of_the_layers_exist
 
 @pytest.mark.usefixtures("little_effort")
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("case", ["inputs and heads", "outputs and inputs", "rows of a sequence"])
+@pytest.mark.parametrize("case", ["inputs and heads", "outputs and inputs", "rows of a sequence", "slices"])
 def test_sparse_cores_sum_gradients_where_two_axes_shard_them(case: str) -> None:
-    """Nobody gathers what is multiplied: of 70 billion parameters on 128 chips that took ten times as long."""
-    names, of_kernel, of_rows = MESHES[case]
-    topology = tpu_topology("v6e:2x4")
-    mesh = make_mesh(topology, dict(zip(names, (1, 4, 2)[-len(names) :], strict=True)))
-    ring = gradient_ring(mesh, of_kernel, of_rows)
+    """Nobody gathers what is multiplied: of 70 billion parameters on 128 chips that took ten times as long. Slices
+    exchange sums, and not their rows."""
+    if case == "slices":
+        topology = tpu_topology("2*v6e:2x2")
+        mesh, (_, of_kernel, _) = make_mesh(topology, {"data": 2, "fsdp": 4}), MESHES["inputs"]
+        names, of_rows = mesh.axis_names, (("data", "fsdp"), ())
+    else:
+        topology, (names, of_kernel, of_rows) = tpu_topology("v6e:2x4"), MESHES[case]
+        mesh = make_mesh(topology, dict(zip(names, (1, 4, 2)[-len(names) :], strict=True)))
+    ring = gradient_ring(mesh, of_kernel, of_rows, across=Placement(mesh).axes_across_slices)
     assert ring is not None and ring.by_compiler
 
     def array(shape: tuple[int, ...], *cut: Any) -> Any:
@@ -292,7 +297,7 @@ def test_sparse_cores_sum_gradients_where_two_axes_shard_them(case: str) -> None
     options = training_options("tpu", topology.chip, 2048)
     del options["xla_tpu_scoped_vmem_limit_kib"]  # products in smaller pieces compile sooner
     program = compile_for(topology, step, x, kernel, wanted, compiler_options=options)
-    others = {"all-reduce"} if "sequence" in names else set()
+    others = {"all-reduce"} if "sequence" in names else {"dcn-all-reduce"} if case == "slices" else set()
     assert {one.op for one in program.collectives if one.count} == {"reduce-scatter"} | others
 
 
@@ -337,7 +342,9 @@ def test_sums_of_stages_and_slices_are_where_the_compiler_likes_them(
 ) -> None:
     """What tells it is a call that is not mapped over stages, and that libtpu fails at where there are several slices.
     """
-    ring = gradient_ring(make_mesh(tpu_topology(name), axes), ((), ("fsdp",)), (("fsdp",), ()), sums_in_hbm=True)
+    mesh = make_mesh(tpu_topology(name), axes)
+    across = Placement(mesh).axes_across_slices
+    ring = gradient_ring(mesh, ((), ("fsdp",)), (("fsdp",), ()), sums_in_hbm=True, across=across)
     assert ring is not None and ring.sums_in_hbm == in_hbm
     if "stage" in axes:
         product = jax.vmap(lambda x, kernel: trained_product(x, kernel, jnp.bfloat16, ring))

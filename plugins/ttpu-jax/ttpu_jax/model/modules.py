@@ -94,7 +94,8 @@ class Runtime:
         if Optimization.GRADIENT_RINGS in self.without:
             return None
         sums_in_hbm = self.placement.platform == "tpu" and Optimization.SUMS_IN_HBM not in self.without
-        return gradient_ring(self.placement.mesh, kernel, rows, sums_in_hbm=sums_in_hbm)
+        across = self.placement.axes_across_slices
+        return gradient_ring(self.placement.mesh, kernel, rows, sums_in_hbm=sums_in_hbm, across=across)
 
 
 class SharedParam(nnx.Param):

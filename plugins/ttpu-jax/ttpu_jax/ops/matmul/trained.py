@@ -5,6 +5,7 @@ compiler has these sum it in the background."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -40,6 +41,7 @@ class GradientRing:
         by_compiler: whether the compiler sums the gradient, which it leaves to SparseCores.
         sums_in_hbm: whether sums stay in HBM on their way. XLA:TPU compiles a product anew for each combination of
             HBM and VMEM that it reads from and writes to.
+        across_slices: whether devices of several slices have rows.
     """
 
     mesh: Mesh
@@ -49,10 +51,16 @@ class GradientRing:
     rows: tuple[Axes, ...]
     by_compiler: bool = False
     sums_in_hbm: bool = False
+    across_slices: bool = False
 
 
 def gradient_ring(
-    mesh: Mesh | None, kernel: tuple[Axes, ...], rows: tuple[Axes, ...], *, sums_in_hbm: bool = False
+    mesh: Mesh | None,
+    kernel: tuple[Axes, ...],
+    rows: tuple[Axes, ...],
+    *,
+    sums_in_hbm: bool = False,
+    across: Collection[str] = (),
 ) -> GradientRing | None:
     """The devices that sum the gradient of a kernel, or None where they form no ring.
 
@@ -61,6 +69,7 @@ def gradient_ring(
         kernel: for each dimension of the kernel, the mesh axes that shard it.
         rows: for each dimension of the activations but the last, the mesh axes that shard it.
         sums_in_hbm: whether sums stay in HBM on their way; on TPUs only.
+        across: mesh axes along which devices belong to several slices.
     """
     of_rows = {axis for each in rows for axis in each}
     shared = [(place, axis) for place, each in enumerate(kernel) for axis in each if axis in of_rows]
@@ -73,9 +82,9 @@ def gradient_ring(
     by_compiler = chip is not None and chip.sums_on_sparse_cores
     # Over stages products are mapped (vmap), which a call of the compiler's own cannot be; and on several slices libtpu
     # 0.0.42 fails to remove such a call: "cannot remove instruction", as others were told to follow it.
-    one_slice = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat}) == 1
-    sums_in_hbm &= not by_compiler and one_slice and mesh.shape.get(STAGE, 1) == 1
-    return GradientRing(mesh, axis, place, kernel, rows, by_compiler=by_compiler, sums_in_hbm=sums_in_hbm)
+    sums_in_hbm &= not by_compiler and not across and mesh.shape.get(STAGE, 1) == 1
+    across_slices = not of_rows.isdisjoint(across)
+    return GradientRing(mesh, axis, place, kernel, rows, by_compiler, sums_in_hbm, across_slices)
 
 
 def trained_product(x: jax.Array, kernel: jax.Array, dtype: Any, ring: GradientRing | None) -> jax.Array:
@@ -151,9 +160,9 @@ def _laid_out(x: jax.Array, ring: GradientRing) -> jax.Array:
         return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
 
     of_outputs, _ = _specs(ring)
-    if sum(each is not None for each in of_outputs) < 2:
+    if sum(each is not None for each in of_outputs) < 2 and not ring.across_slices:
         return local(x)  # `shard_map` would make a step of v6e:4x4 a fifth longer
-    # Where two dimensions are sharded, the compiler would gather x from all devices for the constraint.
+    # Where two dimensions are sharded, or slices share the rows, the compiler would gather x for the constraint.
     on_devices = jax.shard_map(local, mesh=ring.mesh, in_specs=of_outputs, out_specs=of_outputs, check_vma=False)
     found: jax.Array = on_devices(x)
     return found
